@@ -31,7 +31,8 @@ STEP = {
     "engine/step.py": "step end_step",
     "engine/forward_backward.py": "Sequential.forward_backward",
     "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.ranks_of"
-    " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss",
+    " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss"
+    " LiveModel.count",
     "engine/targets.py": "targets_of LabelledTargets.__init__ LabelledTargets.passed",
     "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.after_backward AfterBackward.finish"
     " AfterBackward.clip",

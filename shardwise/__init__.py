@@ -9,7 +9,7 @@ The public interface is small. Names are loaded when first used, so that ``impor
     record = shardwise.train_module(module, loss, dataset, out="runs/own", steps=1000, batch_size=64)
     record.load_into(module)
     with shardwise.session(recipe) as run: ...
-    found = shardwise.evaluate_text("runs/one", "data/test.txt")
+    perplexity = shardwise.evaluate_text("runs/one", "data/test.txt")
     model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
     texts = model.complete([shardwise.Request("def ", "name")])
     small = shardwise.quantize("runs/one", "models/one-4bit", scheme="w4a16-g128", method="gptq")

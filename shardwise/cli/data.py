@@ -51,8 +51,8 @@ def command(
             splits = open_splits(part, tokenizer, default_root(), objective=asked.model.objective)
         _show_source(console, splits, tokenizer, samples)
     with working("comparing with transformers' tokenizer"):
-        found = list(tokenizer_differences(tokenizer, asked.data.tokenizer))
-    for sentence in found:
+        differences = list(tokenizer_differences(tokenizer, asked.data.tokenizer))
+    for sentence in differences:
         console.print(sentence, markup=False, soft_wrap=True, style="yellow")
 
 

@@ -52,22 +52,22 @@ def scheme_of(name: str) -> Scheme:
         return Scheme("float8", 8, None, 8)
     if name == "nf4":
         return Scheme("nf4", 4, 64, 16)
-    found = _INTEGER_SCHEME.fullmatch(name)
-    if found is None:
+    match = _INTEGER_SCHEME.fullmatch(name)
+    if match is None:
         raise RecipeError(
             f"no scheme is called {name}",
             where="--scheme",
             fix="give w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits; groups of "
             f"{', '.join(map(str, GROUPS))}), fp8 or nf4",
         )
-    bits, activation_bits, group = int(found[1]), int(found[2]), int(found[3]) if found[3] else None
+    bits, activation_bits, group = int(match[1]), int(match[2]), int(match[3]) if match[3] else None
     if group is not None and group not in GROUPS:
         raise RecipeError(
             f"no kernel has groups of {group}",
             where="--scheme",
             fix=f"give one of {', '.join(map(str, GROUPS))}",
         )
-    if group is None and found[4] is None and bits != 8:
+    if group is None and match[4] is None and bits != 8:
         raise RecipeError(
             f"{name} does not say which weights share a scale",
             where="--scheme",

@@ -30,12 +30,14 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
     ]
     if not own:
         return None
-    kept = [
+    activations = [
         (block, allocation) for block, allocation in own if category(allocation, tracker) == "activations"
     ]
     runs = tuple(_runs(own, since))
     end = max(last for *_, last in runs) + 1
-    return BlockTimes(len(blocks), end, runs, tuple(_kept_bytes(kept, len(blocks), since + end, since)))
+    return BlockTimes(
+        len(blocks), end, runs, tuple(_kept_bytes(activations, len(blocks), since + end, since))
+    )
 
 
 def _owner(module: str, owners: dict[str, int]) -> int | None:
@@ -73,11 +75,11 @@ def _run_kind(allocation: Allocation) -> RunKind | None:
 
 
 def _kept_bytes(
-    kept: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int
+    activations: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int
 ) -> Iterator[KeptBytes]:
     """Each block's kept bytes as steps that differ by more than SMALLEST_CHANGE."""
     changes: list[dict[int, int]] = [{} for _ in range(blocks)]
-    for block, allocation in kept:
+    for block, allocation in activations:
         until = end if allocation.died is None else min(end, allocation.died)
         for event, size in ((allocation.born, allocation.size), (until, -allocation.size)):
             changes[block][event] = changes[block].get(event, 0) + size

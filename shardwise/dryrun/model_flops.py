@@ -47,15 +47,16 @@ def _counted_flops(
     with torch.device("meta"):
         model = blueprint.build(depth).train()
         frozen = {role: other.build().eval().requires_grad_(False) for role, other in others.items()}
-    for built in (model, *frozen.values()):
-        cast_floats(built, dtype_named(dtype))
+    for module in (model, *frozen.values()):
+        cast_floats(module, dtype_named(dtype))
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), fake, counter, TARGET_KERNELS[device_kind].kernels(1):
-        for made, built in ((blueprint, model), *((others[role], frozen[role]) for role in frozen)):
-            built.to_empty(device="cpu")
-            made.compute_in(built, dtype_named(dtype))
+        blueprints = {model: blueprint, **{frozen[role]: other for role, other in others.items()}}
+        for module, owner in blueprints.items():
+            module.to_empty(device="cpu")
+            owner.compute_in(module, dtype_named(dtype))
         batch = {
             name: torch.zeros((batch_size, *shape), dtype=kind) for name, (shape, kind) in shapes.items()
         }

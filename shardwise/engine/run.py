@@ -106,6 +106,10 @@ class LiveModel:
         """The summed loss of a micro-batch of ``local_batch``, and its valid targets."""
         return loss_of(self.blueprint, self.model, self.frozen, batch)
 
+    def count(self, batch: Batch) -> Tensor:
+        """The valid targets of a micro-batch of ``local_batch``."""
+        return self.blueprint.minimises.count(self.blueprint, batch)
+
     def ranks_of(self, parameter: Tensor) -> int:
         """The number of ranks that hold the same shard of a parameter, this one included.
 
@@ -138,7 +142,7 @@ class LiveModel:
 
     def count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """The valid targets of the global batch."""
-        tokens = torch.stack([self.context.blueprint.count(batch) for batch in batches]).sum()
+        tokens = torch.stack([self.count(batch) for batch in batches]).sum()
         dist.all_reduce(tokens, group=self.context.token_group)
         return tokens
 

@@ -28,10 +28,10 @@ class LogLines:
         if not self._line and b"\x1b" not in block and b"\r" not in block:
             return block
         *lines, self._line = (self._line + block).split(b"\n")
-        kept = b"".join(self._frame(line) + _last_frame(line) for line in lines)
-        kept += self._frame(self._line)
+        shown = b"".join(self._frame(line) + _last_frame(line) for line in lines)
+        shown += self._frame(self._line)
         self._line = self._line[max(0, self._line.rfind(b"\r")) :]
-        return kept
+        return shown
 
     def rest(self) -> bytes:
         """The last line, which no newline ended."""

@@ -54,7 +54,7 @@ class TrainingObjective(ABC):
 
     A model has a role. The *trained* one is the recipe's. The others, such as a teacher or a reference, are *frozen*:
     they are built, divided over the ranks and filled as the trained one is, in the dtype of compute. They have no
-    gradients, no optimizer state and no place in checkpoints.
+    gradients and no optimizer state, and checkpoints do not store them.
     """
 
     def frozen_models(self) -> Mapping[str, Blueprint]:
@@ -64,6 +64,10 @@ class TrainingObjective(ABC):
     def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
         """A micro-batch with what the loss needs of the frozen models. Without gradients, on fake tensors too."""
         return batch
+
+    def count(self, blueprint: Blueprint, batch: Batch) -> Tensor:
+        """Number of valid targets that ``loss`` returns for a batch, an int64 scalar. It runs no model."""
+        return blueprint.count(batch)
 
     @abstractmethod
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:

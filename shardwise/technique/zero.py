@@ -120,8 +120,9 @@ class ZeRO(Dividing):
             alone = (1, 0) if casts_weights(case.strategy) else (0,)
             return setting.candidates if sharing > 1 else alone
         if setting is REPLICATE and case.strategy[ZERO_STAGE] > 0 and case.devices_per_node > 0:
-            within_tokens = case.ranks(lambda axis: axis.within_layer and not axis.tokens)
-            copies = sharing * within_tokens // case.devices_per_node
+            # Ranks that compute the same tokens are neighbours: a node has fewer of those that share states.
+            same_tokens = case.ranks(lambda axis: axis.within_layer and not axis.tokens)
+            copies = sharing * same_tokens // case.devices_per_node
             return (1, copies) if 1 < copies < case.data_ranks and case.data_ranks % copies == 0 else (1,)
         return ()
 

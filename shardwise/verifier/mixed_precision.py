@@ -177,7 +177,7 @@ class MixedPrecision:
         """The targets of a step by its labels; 0 where only the loss knows them, as it is called."""
         if self._blueprint.counts_in_loss:
             return 0
-        return max(1, sum(int(self._blueprint.count(batch)) for batch in batches))
+        return max(1, sum(int(self._blueprint.minimises.count(self._blueprint, batch)) for batch in batches))
 
     @torch.no_grad()
     def _store(self) -> None:

@@ -281,9 +281,9 @@ def _worst_step(
 
 
 def _without_jumps(differences: Mapping[str, _Limited]) -> Mapping[str, _Limited]:
-    """The differences of steps, of which one in ``JUMPS`` may be beyond its limit; not the first, which cannot jump.
+    """The differences without the largest jumps: at most one step in ``JUMPS``, and never the first.
 
-    Where training is unstable, one run may jump that the repeats do not. An error is in all steps.
+    Where training is unstable, one run may jump although its repeats do not. An error is in all steps.
     """
     beyond = [n for n, step in differences.items() if n != "0" and step.limit < step.difference < math.inf]
     beyond.sort(key=lambda n: differences[n].of_limit, reverse=True)

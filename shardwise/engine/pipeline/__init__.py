@@ -11,7 +11,7 @@ from shardwise.technique.pipeline.place import Pipeline
 
 
 def passes_of(live: LiveModel, update: OptimizerStep) -> ForwardBackward:
-    """The passes of a rank with a place in a pipeline. Raises RecipeError without the plugin of its schedule."""
+    """The forward and backward passes of a pipeline rank. Raises RecipeError if its schedule's plugin is missing."""
     place = live.options.place
     assert isinstance(place, Pipeline)
     if place.schedule in SCHEDULES:

@@ -86,7 +86,7 @@ class Pipelined(ForwardBackward):
                 given = batch["input_ids"] if part.first else mail.receive(action, hidden_shape(live, batch))
                 result = stage_of(live, self._pipeline, stage, given, batch)
                 if part.last:
-                    total += torch.stack([result.double(), live.blueprint.count(batch).double()])
+                    total += torch.stack([result.double(), live.count(batch).double()])
                 else:
                     mail.send(action, result)
             if before is not None:
