@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, Repetition, SampleShapes, repetition_of
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
 from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
@@ -104,14 +104,11 @@ class AdaptedModel(Blueprint):
         task = TASKS.get(self.objective or "")
         return adapter_config(self.spec, last if meant == adapted else adapted, transposed, self.origin, task)
 
-    @cached_property
+    @property
     def depth(self) -> int | None:  # type: ignore[override]
         """None also if the blocks have different adapters."""
-        if self.base.depth is None:
-            return None
-        with torch.device("meta"):
-            blocks = self.blocks(self.build())
-        return self.base.depth if len(set(map(_parameter_signature, blocks))) == 1 else None
+        blocks = self.repetition
+        return blocks.blocks if blocks is not None and blocks.period == 1 else None
 
     @cached_property
     def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]
@@ -124,8 +121,24 @@ class AdaptedModel(Blueprint):
             blocks = self.blocks(self.build())
         return tuple(zip(kinds, map(_parameter_signature, blocks), strict=True))
 
+    @cached_property
+    def repetition(self) -> Repetition | None:
+        """That of the base, with the adapters of each block."""
+        base = self.base.repetition
+        if base is None:
+            return None
+        with torch.device("meta"):
+            blocks = self.blocks(self.build())
+        own = repetition_of(tuple(map(_parameter_signature, blocks)))
+        if own is None or own.blocks != base.blocks or 2 * math.lcm(own.period, base.period) > base.blocks:
+            return None
+        return Repetition(base.blocks, math.lcm(own.period, base.period))
+
     def stage_obstacle(self) -> str:
         return self.base.stage_obstacle()
+
+    def compile_obstacle(self) -> str:
+        return self.base.compile_obstacle()
 
     def build(self, depth: int | None = None) -> nn.Module:
         return self._adapted(self.base.build(depth))

@@ -11,8 +11,8 @@ the gradient does not depend on the split over micro-batches and ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,21 @@ def loss_of(blueprint: Blueprint, model: nn.Module, frozen: Mapping[str, nn.Modu
     return blueprint.minimises.loss(blueprint, model, batch)
 
 
+class Repetition(NamedTuple):
+    """A model's number of blocks, and after how many of them their kinds repeat themselves."""
+
+    blocks: int
+    period: int
+
+
+def repetition_of(kinds: Sequence[object]) -> Repetition | None:
+    """The smallest period of a list of kinds, which has it at least twice unless it is 1; None if it has none."""
+    for period in range(1, max(1, len(kinds) // 2) + 1):
+        if kinds[period:] == kinds[:-period]:
+            return Repetition(len(kinds), period)
+    return None
+
+
 class Blueprint(ABC):
     """A model before it is built.
 
@@ -133,8 +148,16 @@ class Blueprint(ABC):
         """Build the model in fp32 with undefined values. Call it under ``torch.device("meta")``.
 
         Args:
-            depth: number of blocks, if not the model's own. Requires ``self.depth``.
+            depth: number of blocks, if not the model's own. Requires ``self.repetition``.
         """
+
+    @property
+    def repetition(self) -> Repetition | None:
+        """How blocks repeat themselves, so that shallower models predict this one; None where they do not.
+
+        A shallower model has whole periods less.
+        """
+        return None if self.depth is None else Repetition(self.depth, 1)
 
     def stage(self, stage: Stage) -> nn.Module:
         """Build one pipeline stage with undefined values, under the whole model's tensor names.
@@ -152,6 +175,10 @@ class Blueprint(ABC):
     def stage_obstacle(self) -> str:
         """Why the model cannot be cut into stages, where ``stage`` raises."""
         return f"{self.name} does not name its embedding, its blocks and its head"
+
+    def compile_obstacle(self) -> str:
+        """Why blocks cannot be compiled one by one; "" where they can."""
+        return ""
 
     def tied(self) -> tuple[str, ...]:
         """Names of parameters that the embedding shares with the output layer."""

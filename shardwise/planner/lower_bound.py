@@ -1,29 +1,33 @@
 """A lower bound of a strategy's memory, so that the search can exclude it without a dry run of the model.
 
-Weights and optimizer state are allocated throughout a step. Their bytes per parameter depend on precision, optimizer
-and adapter: a dry run of one block counts them. Only the division by the sharding degree is a formula. Frozen weights
-have no optimizer state and are counted separately. State in separate host memory or on disk does not count. Some
-optimizers need more for vectors than for matrices, and the small block has relatively more vectors: hence a margin of
-3 %.
+Weights, gradients and optimizer state take so many bytes per parameter at their highest moment. Small models of two
+and of three blocks are dry-run with the strategy's precision, optimizer, adapter and division of the states; what the
+third block adds is taken for every parameter. State in separate host memory or on disk does not count. Some optimizers
+need more for vectors than for matrices, and the small block has relatively more vectors: hence a margin of 3 %.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from shardwise.core.strategy import Layout, Strategy
-from shardwise.dryrun.run import DryRun, dry_run
+from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import AdapterSpec, OptimizerSpec, Quantize, Recipe
 from shardwise.technique import ORDER, STATES, strategy_from, within
+from shardwise.technique.base import Dividing
 
 _BOUND_MARGIN = 0.97
+_MOST_RANKS = 64
+"""Ranks of a probe: every dimension of its blocks is a multiple of it, so shards are even."""
 # Only bytes per parameter are read from its dry run, so its size does not matter.
-_PROBE = {
-    "model": {"layers": 1, "width": 512, "heads": 4, "ffn": 1024, "vocab": 256},
+_PROBE: dict[str, Any] = {
+    "model": {"layers": 2, "width": 512, "heads": 4, "ffn": 1024, "vocab": 256},
     "data": {"sequence_length": 8},
     "steps": 1,
     "batch_size": 1,
@@ -33,22 +37,34 @@ _PROBE = {
 def least_state_bytes(
     parameters: tuple[int, int], strategy: Strategy, layout: Layout, recipe: Recipe, cluster: Cluster
 ) -> int:
-    """A lower bound of one rank's memory at any instant, in bytes.
+    """A lower bound of one rank's memory at its highest moment, in bytes.
 
     Args:
         parameters: numbers of trained and of frozen parameters.
     """
-    device = replace(cluster, nodes=1, devices_per_node=1)
-    undivided = _undivided(strategy)
-    optimizer = _stateless(recipe.optimizer)
-    held = parameters[0] * _bytes_per_parameter(undivided, optimizer, device)
-    if parameters[1] and recipe.adapter is not None:
-        held += parameters[1] * _bytes_per_frozen(undivided, optimizer, recipe.adapter.quantize, device)
-    return int(_BOUND_MARGIN * held * share_of_states(layout))
+    sharing = layout.ranks(lambda axis: axis.tokens)  # ranks with the same part of the model
+    states, optimizer, node = _of_states(strategy), _stateless(recipe.optimizer), replace(cluster, nodes=1)
+    quantize = recipe.adapter.quantize if recipe.adapter is not None else None
+    held = 0.0
+    for number, frozen in zip(parameters, (None, quantize), strict=True):
+        counted = functools.partial(_bytes_per_parameter, states, optimizer, node, frozen)
+        held += number * _on_ranks(counted, sharing, layout.state_copies) if number else 0
+    return int(_BOUND_MARGIN * held * sharing / layout.world_size)
+
+
+def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float:
+    """Bytes of a rank per parameter on so many ranks, from a probe on fewer: a part is replicated, a part sharded."""
+    if ranks <= _MOST_RANKS:
+        return counted(ranks)
+    one, few = counted(1), counted(_MOST_RANKS)
+    if copies >= _MOST_RANKS:
+        return few
+    sharded = (one - few) / (1 - copies / _MOST_RANKS)
+    return one - sharded + sharded * copies / ranks
 
 
 def share_of_states(layout: Layout) -> float:
-    """What a rank holds of all states, at least. Of the copies of a layout, only the dry run knows those in shards."""
+    """What a rank holds of all states, at least."""
     return layout.state_copies / layout.world_size
 
 
@@ -59,15 +75,15 @@ def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
     return OptimizerSpec(name="sgd", momentum=0.0)
 
 
-def _undivided(strategy: Strategy) -> Strategy:
-    """The strategy's settings that change weights and optimizer state, and no mesh axis; defaults of all others.
+def _of_states(strategy: Strategy) -> Strategy:
+    """The strategy's settings that change weights and states on the ranks that share them; defaults of all others.
 
     What costs seconds once, such as compiling, changes neither.
     """
     kept = {
         setting.key: strategy[setting]
         for technique in ORDER
-        if not technique.degrees(strategy, 1)
+        if technique.part == STATES or not isinstance(technique, Dividing)
         for setting in technique.settings
         if not setting.once
     }
@@ -75,25 +91,32 @@ def _undivided(strategy: Strategy) -> Strategy:
 
 
 @functools.cache
-def _bytes_per_parameter(strategy: Strategy, optimizer: OptimizerSpec, cluster: Cluster) -> float:
-    """Bytes of weights and optimizer state per parameter, of one block on one device."""
-    recipe = recipe_of(_PROBE).model_copy(update={"optimizer": optimizer})
-    run = dry_run(recipe, blueprint_of(recipe), strategy, cluster)
-    return _state_bytes(run) / run.parameters
-
-
-@functools.cache
-def _bytes_per_frozen(
-    strategy: Strategy, optimizer: OptimizerSpec, quantize: Quantize, cluster: Cluster
+def _bytes_per_parameter(
+    strategy: Strategy, optimizer: OptimizerSpec, node: Cluster, frozen: Quantize | None, ranks: int
 ) -> float:
-    """Bytes per frozen parameter of the same block."""
-    adapter = AdapterSpec(rank=1, quantize=quantize)
-    recipe = recipe_of(_PROBE).model_copy(update={"optimizer": optimizer, "adapter": adapter})
-    blueprint = blueprint_of(recipe)
-    trained, frozen = blueprint.parameter_counts()
-    own = trained * _bytes_per_parameter(strategy, optimizer, cluster)
-    return max(0.0, (_state_bytes(dry_run(recipe, blueprint, strategy, cluster)) - own) / frozen)
+    """Bytes of weights, gradients and optimizer state of a rank that one more parameter adds.
+
+    Args:
+        frozen: how a frozen parameter is stored; None for a trained one.
+    """
+    recipe = recipe_of(_PROBE).model_copy(update={"optimizer": optimizer, "batch_size": ranks})
+    if frozen is not None:
+        recipe = recipe.model_copy(update={"adapter": AdapterSpec(rank=1, quantize=frozen)})
+    (fewer, *few), (more, *many) = (_state_bytes(recipe, strategy, node, ranks, depth) for depth in (2, 3))
+    trained, fixed = (many[i] - few[i] for i in (0, 1))
+    if frozen is None:
+        return (more - fewer) / trained
+    own = trained * _bytes_per_parameter(strategy, optimizer, node, None, ranks)
+    return max(0.0, (more - fewer - own) / fixed)
 
 
-def _state_bytes(run: DryRun) -> int:
-    return min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
+def _state_bytes(
+    recipe: Recipe, strategy: Strategy, node: Cluster, ranks: int, depth: int
+) -> tuple[int, int, int]:
+    """The most bytes of weights, gradients and states of rank 0; trained and frozen parameters of so many blocks."""
+    model = recipe.model.model_copy(update={"layers": depth})
+    blueprint = blueprint_of(recipe.model_copy(update={"model": model}))
+    run = dry_run(recipe, blueprint, strategy, replace(node, devices_per_node=ranks))
+    rows = ("parameters", "master_weights", "gradients", "optimizer_state")
+    most = max(sum(getattr(point.ledger, row) for row in rows) for point in run.timeline)
+    return most, *blueprint.parameter_counts()

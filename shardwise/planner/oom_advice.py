@@ -22,8 +22,7 @@ from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.planner.predict import Prediction
-from shardwise.planner.predictor import Predictor
+from shardwise.planner.predictor import Estimate, Predictor
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, one_line
 
@@ -38,24 +37,24 @@ def nearest_in_words(
         held_bytes: what the failed rank had allocated, as a run's peak is measured.
     """
     predictor = Predictor(recipe, blueprint, cluster)
-    failed = predictor.worst(strategy, quick=False)
+    failed = predictor.confirm(strategy)
     # Overhead and fragmentation are not measured but predicted. All of it together was not enough: hence the -1.
     budget = min(failed.peak.bytes - 1, held_bytes + failed.peak.bytes - failed.allocated_bytes)
-    least, seen = failed, {strategy}
+    least, seen = predictor.estimate(strategy), {strategy}
     free = [setting for setting in SETTINGS if setting.candidates]
     for settings in (free, free, [setting for setting in SETTINGS if setting.compared]):
         trials = [trial for trial in _neighbour_strategies(least.strategy, settings) if trial not in seen]
         seen.update(trials)
         found = list(_quick_predictions(predictor, trials))
-        if fitting := [prediction for prediction in found if prediction.peak.bytes <= budget]:
-            best = min(fitting, key=lambda prediction: prediction.step.seconds)
+        if fitting := [prediction for prediction in found if prediction.bytes <= budget]:
+            best = min(fitting, key=lambda prediction: prediction.seconds)
             keys = ", ".join(f"{key}={new}" for key, (new, _) in best.strategy.differences(strategy).items())
-            return f"the nearest plan that fits in {format_bytes(budget)}: {keys} ({format_bytes(best.peak.bytes)})"
-        least = min([least, *found], key=lambda prediction: prediction.peak.bytes)
-    line = one_line(least.strategy, least.layout, recipe.batch_size)
-    return (
-        f"no plan fits in {format_bytes(budget)}; the smallest needs {format_bytes(least.peak.bytes)}: {line}"
-    )
+            return (
+                f"the nearest plan that fits in {format_bytes(budget)}: {keys} ({format_bytes(best.bytes)})"
+            )
+        least = min([least, *found], key=lambda prediction: prediction.bytes)
+    line = one_line(least.strategy, predictor.layout(least.strategy), recipe.batch_size)
+    return f"no plan fits in {format_bytes(budget)}; the smallest needs {format_bytes(least.bytes)}: {line}"
 
 
 def _neighbour_strategies(strategy: Strategy, settings: Iterable[Setting[Any]]) -> Iterator[Strategy]:
@@ -65,8 +64,8 @@ def _neighbour_strategies(strategy: Strategy, settings: Iterable[Setting[Any]]) 
             yield strategy.with_values(**{setting.key: value})
 
 
-def _quick_predictions(predictor: Predictor, strategies: Iterable[Strategy]) -> Iterator[Prediction]:
+def _quick_predictions(predictor: Predictor, strategies: Iterable[Strategy]) -> Iterator[Estimate]:
     """Quick predictions of those that can be built on this machine and device."""
     for strategy in predictor.possible(strategies):
         with suppress(RecipeError):  # a package is missing
-            yield predictor.worst(strategy, quick=True)
+            yield predictor.estimate(strategy)

@@ -92,7 +92,7 @@ def _most_divided(predictor: Predictor, strategy: Strategy) -> Strategy:
 
 def _of_other_sizes(predictor: Predictor, strategy: Strategy) -> Iterator[Strategy]:
     """Larger micro-batches, the largest that seems to fit first; with pipeline stages the nearest, which fill them."""
-    size, sizes = strategy[MICRO_BATCH_SIZE], predictor.free_micro_batch_sizes(strategy)
+    size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy, free=True)
     if has_stages(layout_of(strategy, predictor.cluster.world_size)):
         near = [other for other in sizes if size // 2 <= other <= 2 * size + 1 and other != size]
     else:

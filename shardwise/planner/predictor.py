@@ -1,15 +1,16 @@
 """Predictions of strategies for one recipe on one cluster: each made once, with a verdict against the memory budget.
 
 The budget is the device's capacity less a reserve. A strategy fits when its worst rank stays within the budget, and
-its offloaded state within that rank's share of host memory.
+its offloaded state within that rank's share of host memory. An *estimate* is composed from shallow dry runs
+(planner/compose.py) where that can be done. A *prediction* is a dry run of the whole step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.core.errors import RecipeError
@@ -21,22 +22,24 @@ from shardwise.core.units import format_bytes, format_seconds
 from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
-from shardwise.planner.compose import COMPOSED_DEPTH, CountComposer
-from shardwise.planner.compose_cache import with_disk_cache
-from shardwise.planner.compose_corner import corner_counter
+from shardwise.planner.compose import SHALLOW, Composed, Composer, Share
+from shardwise.planner.counts import NotComposable, counter
 from shardwise.planner.lower_bound import least_state_bytes, share_of_states
 from shardwise.planner.predict import Prediction
-from shardwise.planner.sketch import Share, Sketch, Sketcher
-from shardwise.planner.worst_rank import predict_worst
+from shardwise.planner.ranks import predict_worst
+from shardwise.planner.read_ahead import ReadAhead
 from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
+    SETTINGS,
     broken_rules,
+    has_stages,
     layout_of,
     micro_batches,
     native,
     one_line,
+    stretch,
     without_stages,
 )
 from shardwise.technique.base import MOST_PASSES
@@ -50,11 +53,26 @@ UNKNOWN = "could not be predicted"
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """A candidate, and whether its memory has its fragmentation; None if it was excluded by the lower bound."""
+class Estimate:
+    """What the search compares.
 
-    candidate: Candidate
-    replayed: bool | None
+    Attributes:
+        exact: whether the whole step was dry-run, and its allocations replayed.
+        bytes: of the device; without fragmentation unless ``exact``.
+        tensors: the part of them that is neither overhead nor fragmentation.
+        host_bytes: of host memory, where that is another than the device's.
+        computing, updating: seconds of the kernels of all passes, and of the optimizer phase; 0 unless composed.
+    """
+
+    strategy: Strategy
+    exact: bool
+    bytes: int
+    tensors: int
+    host_bytes: int
+    seconds: float
+    split: Mapping[str, float]
+    computing: float = 0.0
+    updating: float = 0.0
 
 
 @dataclass
@@ -63,7 +81,7 @@ class Predictor:
 
     Attributes:
         candidates: one per strategy that was predicted, or excluded by the lower bound.
-        progress: called with a line before every prediction.
+        progress: called with a line before every dry run of a whole step.
     """
 
     recipe: Recipe
@@ -71,23 +89,18 @@ class Predictor:
     cluster: Cluster
     candidates: dict[Strategy, Candidate] = field(default_factory=dict)
     progress: Progress = silent
-    _replayed: dict[Strategy, bool] = field(default_factory=dict)
-    _quick: dict[tuple[Strategy, int], Prediction] = field(default_factory=dict)
+    _estimates: dict[Strategy, Estimate] = field(default_factory=dict)
+    _predictions: dict[Strategy, Prediction] = field(default_factory=dict)
+    _ranks: dict[tuple[Strategy, int], Prediction] = field(default_factory=dict)
 
     @cached_property
-    def composer(self) -> CountComposer | None:
-        """Composes quick predictions from few dry runs; None for a model of no depth, or no deeper than those."""
-        if self.blueprint.depth is None or self.blueprint.depth <= COMPOSED_DEPTH:
+    def composer(self) -> Composer | None:
+        """Composes estimates from shallow dry runs; None for a model whose depth cannot be varied, or is no more."""
+        blocks = self.blueprint.repetition
+        if blocks is None or blocks.blocks <= max(SHALLOW, blocks.period + 2):
             return None
-        count = with_disk_cache(
-            corner_counter(self.recipe, self.blueprint, self.cluster), self.recipe, self.cluster
-        )
-        return CountComposer(count, self.blueprint.depth, self._bytes_of_sample())
-
-    @cached_property
-    def sketcher(self) -> Sketcher | None:
-        """Sketches composed strategies; None where none can be composed."""
-        return None if self.composer is None else Sketcher(self.composer, self.cluster)
+        count = counter(self.recipe, self.blueprint, self.cluster)
+        return Composer(count, *blocks, self._bytes_of_sample(), self.cluster)
 
     @property
     def reserve(self) -> float:
@@ -103,26 +116,25 @@ class Predictor:
         """Device memory that a strategy may use."""
         return self.cluster.capacity_bytes - self.reserve_bytes
 
-    # -- which strategies ---------------------------------------------------------------------------
+    @property
+    def by_memory(self) -> bool:
+        """Whether the recipe asks for the least memory instead of the least time."""
+        return self.recipe.plan.objective == "memory"
 
-    def allowed(self, strategy: Strategy) -> bool:
-        """Whether the strategy breaks no rule."""
-        return not any(broken_rules(strategy, self.cluster.world_size, self.recipe))
+    def layout(self, strategy: Strategy) -> Layout:
+        return layout_of(strategy, self.cluster.world_size)
+
+    def micro_batches(self, strategy: Strategy) -> int:
+        return micro_batches(strategy, self.layout(strategy), self.recipe.batch_size)
+
+    # -- which strategies ---------------------------------------------------------------------------
 
     def possible(self, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
         """Those that break no rule and that the device does not have to emulate beyond what the recipe pins."""
-        pinned = self.recipe.strategy
         for strategy in strategies:
-            if self.allowed(strategy) and native(strategy, self.cluster.device, pinned):
+            broken = any(broken_rules(strategy, self.cluster.world_size, self.recipe))
+            if not broken and native(strategy, self.cluster.device, self.recipe.strategy):
                 yield strategy
-
-    def _share(self, layout: Layout) -> int:
-        """Samples of a rank in one step."""
-        return -(-self.recipe.batch_size // layout.data_degree)
-
-    def _sample_bytes(self, layout: Layout) -> int:
-        """Bytes of a rank's samples, which lie on the device for a whole step."""
-        return self._share(layout) * self._bytes_of_sample()
 
     @cached_property
     def parameter_counts(self) -> tuple[int, int]:
@@ -133,136 +145,189 @@ class Predictor:
         shapes = batch_shapes(self.blueprint, self.recipe.data).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
-    def micro_batch_sizes(self, strategy: Strategy) -> list[int]:
+    def micro_batch_sizes(self, strategy: Strategy, free: bool = False) -> list[int]:
         """Micro-batch sizes to try, largest first: the rank's share of the batch in 1, 2, 4, ... passes.
 
-        At most MOST_PASSES.
+        At most MOST_PASSES. ``free``: whether or not the recipe pins a size.
         """
-        if MICRO_BATCH_SIZE.key in self.recipe.strategy:
+        if MICRO_BATCH_SIZE.key in self.recipe.strategy and not free:
             return [strategy[MICRO_BATCH_SIZE]]
-        return self.free_micro_batch_sizes(strategy)
-
-    def free_micro_batch_sizes(self, strategy: Strategy) -> list[int]:
-        """The same, whether or not the recipe pins a size."""
-        share = self._share(layout_of(strategy, self.cluster.world_size))
+        share = -(-self.recipe.batch_size // self.layout(strategy).data_degree)
         passes = (2**power for power in range(MOST_PASSES.bit_length()))
         most = MOST_TOKENS // self.recipe.data.sequence_length
         return list(dict.fromkeys(max(1, min(-(-share // count), most)) for count in passes))
 
-    # -- predictions and verdicts -------------------------------------------------------------------
-
     def may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound is within the budget. Records the candidate when it is not."""
-        layout = layout_of(strategy, self.cluster.world_size)
+        layout = self.layout(strategy)
+        samples = self._sample_bytes(layout)
         most = sum(self.parameter_counts) * MOST_PER_PARAMETER * share_of_states(layout)
-        if most + self._sample_bytes(layout) <= self.budget_bytes:
-            return True
-        least = self.least_bytes(strategy)
-        if least <= self.budget_bytes:
+        if most + samples <= self.budget_bytes or (least := self.least_bytes(strategy)) <= self.budget_bytes:
             return True
         reason = f"weights, optimizer state and a step's samples alone take at least {format_bytes(least)}"
         self._record(strategy, least, 0.0, "does not fit", reason, "at least")
         return False
 
-    def smallest_may_fit(self, strategy: Strategy) -> bool:
-        """The same of a strategy with its smallest micro-batch."""
-        return self.may_fit(strategy.with_values(micro_batch_size=self.micro_batch_sizes(strategy)[-1]))
-
     def least_bytes(self, strategy: Strategy) -> int:
         """A lower bound of a strategy's memory: weights, optimizer state, and a step's samples."""
-        layout = layout_of(strategy, self.cluster.world_size)
+        layout = self.layout(strategy)
         states = least_state_bytes(self.parameter_counts, strategy, layout, self.recipe, self.cluster)
         return states + self._sample_bytes(layout)
 
-    def predict(
-        self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None, once: bool = False
-    ) -> Prediction:
-        """Predict the worst rank, or the worst of ``ranks``, and record the candidate with its verdict.
+    def _sample_bytes(self, layout: Layout) -> int:
+        """Bytes of a rank's samples, which lie on the device for a whole step."""
+        return -(-self.recipe.batch_size // layout.data_degree) * self._bytes_of_sample()
 
-        ``once``: no other strategy is expected to share its origin (compose.py), whose dry runs are then in vain.
-        """
-        budget = self.budget_bytes
-        layout = layout_of(strategy, self.cluster.world_size)
-        line = one_line(strategy, layout, self.recipe.batch_size)
-        now = f"{'' if quick else 'dry run of '}{line}"
-        self.progress("; ".join([*self._best_so_far(), f"{len(self.candidates)} strategies predicted", now]))
-        composing = not once or (self.composer is not None and self.composer.knows(strategy))
-        found = self.worst(strategy, quick=quick, budget=budget, ranks=ranks, composing=composing)
-        over = found.peak.bytes - budget
-        verdict, reason = "fits", found.in_words()
-        if over > 0:
-            verdict = "does not fit"
-            if found.sum_bytes > budget:
-                where = moment(found.peak.phase, found.peak.where)
-                reason = f"{format_bytes(found.sum_bytes - budget)} too much {where}"
-        elif (excess := self._host_excess(found)) > 0:
-            verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
-        elif found.retries:
-            verdict = "tight"
-        replayed = found.run.replay is not None or not TARGET_KERNELS[self.cluster.device.kind].caches
-        self._replayed[strategy] = replayed
-        peak_is: PeakIs = "counted" if replayed and ranks is None else "estimated"
-        if verdict == "does not fit" and not replayed:
-            peak_is = "at least"
-        self._record(
-            strategy, found.peak.bytes, found.step.seconds, verdict, reason, peak_is, found.step.split
-        )
-        return found
+    # -- estimates ----------------------------------------------------------------------------------
 
-    def worst(
-        self,
-        strategy: Strategy,
-        *,
-        quick: bool,
-        budget: int | None = None,
-        ranks: Sequence[int] | None = None,
-        composing: bool = True,
-    ) -> Prediction:
-        """Predict the worst rank without a verdict; against the device's capacity unless a budget is given.
-
-        Raises RecipeError for tensors of more bytes than a 64-bit integer counts.
-        """
-        with self._counting(strategy):
-            return predict_worst(
-                self.recipe,
-                self.blueprint,
-                strategy,
-                self.cluster,
-                quick=quick,
-                budget=budget,
-                ranks=ranks,
-                seen=self._quick,
-                composer=self.composer if composing else None,
-            )
-
-    def sketched(self, strategy: Strategy, count: int, share: Share | None = None) -> Sketch:
-        """Figures of a composed strategy with ``count`` micro-batches. Raises NotComposable."""
-        assert self.sketcher is not None
-        with self._counting(strategy):
-            return self.sketcher.sketch(strategy, count, share)
-
-    def reading_ahead(
-        self, strategies: Sequence[Strategy], sizes: Callable[[Strategy], Sequence[int]] | None = None
-    ) -> AbstractContextManager[None]:
-        """Count ahead what strategies need where they are composed. Those with pipeline stages are composed without.
+    def estimate(self, strategy: Strategy, *, alone: bool = False) -> Estimate:
+        """Memory and time without a dry run of the whole step, where that can be done; recorded with a verdict.
 
         Args:
-            sizes: micro-batch sizes of a strategy that are tried, largest first; ``micro_batch_sizes`` by default.
+            alone: whether no other strategy is expected to share its origin, whose dry runs are then in vain.
         """
+        if strategy not in self._estimates:
+            with self._counting(strategy):
+                self._estimates[strategy] = self._estimated(strategy, alone)
+        estimate = self._estimates[strategy]
+        if not estimate.exact:
+            self._judge(estimate)
+        return estimate
+
+    def _estimated(self, strategy: Strategy, alone: bool) -> Estimate:
+        layout, composer = self.layout(strategy), self.composer
+        if has_stages(layout):
+            budget, seen = self.budget_bytes, self._ranks
+            found = predict_worst(*self._asked(strategy), whole=False, budget=budget, seen=seen)
+            return replace(_exact(found), exact=False)
+        if composer is None:
+            return _exact(self.confirm(strategy))
+        count = self.micro_batches(strategy)
+        try:
+            if alone and not composer.knows(strategy):
+                return self._priced(strategy, composer.alone(strategy, layout, count))
+            return self._priced(strategy, composer.composed(strategy, layout, count))
+        except NotComposable:
+            return _exact(self.confirm(strategy))
+
+    def stage_estimate(self, strategy: Strategy) -> Estimate:
+        """A rank's share of the strategy without pipeline stages. It is not recorded. Raises NotComposable.
+
+        Stages are taken to have equal work. Their technique says how long they wait for each other, and how many
+        micro-batches are in flight (``Dividing.stretch``). Embedding and head are on one rank each, so this only orders
+        strategies with stages; dry runs of their ranks decide.
+        """
+        layout, count = self.layout(strategy), self.micro_batches(strategy)
+        if self.composer is None:
+            raise NotComposable("the depth of the model cannot be varied")
+        flat = without_stages(strategy)
+        ranks, waits, whole = (
+            layout.ranks(lambda axis: axis.stages),
+            stretch(strategy, count),
+            self.layout(flat),
+        )
+        # A rank's share of states relative to the model without stages: 1 where a group shards over all ranks.
+        states = layout.state_copies / whole.state_copies
+        share = Share(1 / ranks, 1 / ranks, waits.kept, waits.longer, states, layout)
+        with self._counting(strategy):
+            composed = self.composer.composed(flat, whole, count, share)
+        bound = least_state_bytes(self.parameter_counts, strategy, layout, self.recipe, self.cluster)
+        lacking = int(bound * (1 - 1 / (states * ranks)))
+        return self._priced(strategy, composed, states=states, more=lacking)
+
+    def _priced(
+        self, strategy: Strategy, composed: Composed, *, states: float = 1.0, more: int = 0
+    ) -> Estimate:
+        """An estimate with the device's overhead; ``more`` bytes of states, ``states`` times those in host memory."""
+        profile = self.cluster.device.overhead
+        overhead = profile.workspace_bytes + profile.outside_allocator(composed.communicators)
+        # The ledger may have overhead of its own, such as kernels that a library keeps.
+        tensors = composed.ledger.total + max(0, more)
+        return Estimate(
+            strategy,
+            False,
+            tensors + overhead,
+            tensors,
+            int(composed.host.total * states),
+            composed.time.seconds,
+            composed.time.split,
+            composed.computing,
+            composed.updating,
+        )
+
+    def relative(self, strategy: Strategy, known: Estimate) -> Estimate:
+        """The estimate of a strategy from ``known``, by how both differ without what costs seconds once; recorded.
+
+        Such values, such as compiled blocks, take seconds to count. Where one strategy has pipeline stages, bytes are
+        taken in proportion, else by their difference. Raises NotComposable.
+        """
+        plain, plain_known = map(without_one_time_costs, (strategy, known.strategy))
+        other, mine = self._comparable(plain), self._comparable(plain_known)
+        staged = any(has_stages(self.layout(each)) for each in (strategy, known.strategy))
+        tensors = known.tensors + other.tensors - mine.tensors
+        if staged:
+            tensors = int(known.tensors * (other.tensors / mine.tensors))
+        ratio = known.seconds / mine.seconds
+        if plain == strategy and plain_known != known.strategy:  # the one-time cost itself is what differs
+            tensors, ratio = other.tensors, 1.0
+        estimate = replace(
+            other,
+            strategy=strategy,
+            bytes=tensors + other.bytes - other.tensors,
+            tensors=tensors,
+            seconds=other.seconds * ratio,
+            split={part: spent * ratio for part, spent in other.split.items()},
+        )
+        self._estimates[strategy] = estimate
+        self._judge(estimate)
+        return estimate
+
+    def _comparable(self, strategy: Strategy) -> Estimate:
+        if has_stages(self.layout(strategy)):
+            return self.stage_estimate(strategy)
+        if strategy not in self._estimates:
+            with self._counting(strategy):
+                self._estimates[strategy] = self._estimated(strategy, alone=True)
+        return self._estimates[strategy]
+
+    def count_ahead(self, strategies: Sequence[Strategy]) -> None:
+        """Dry-run on all cores what the estimates of these strategies are composed from."""
         if self.composer is None or self.cluster.device.traits.is_host:
-            return nullcontext()
-        sizes = sizes or self.micro_batch_sizes
-        return self.composer.reading_ahead(self._trial(strategy, sizes(strategy)) for strategy in strategies)
+            return
+        composer = self.composer
+        flat = dict.fromkeys(
+            (without_stages(strategy), self.micro_batches(strategy)) for strategy in strategies
+        )
+        points = dict.fromkeys(
+            point for strategy, count in flat for point in composer.wanted(strategy, count)
+        )
+        missing = [point for point in points if point not in composer.points]
+        with ReadAhead(composer.count, missing) as ahead:
+            for number, point in enumerate(missing):
+                try:
+                    composer.points[point] = ahead.get(number)
+                except RecipeError:  # a package is missing, or the model refuses: said where it is asked for
+                    continue
 
-    def _trial(self, strategy: Strategy, sizes: Sequence[int]) -> tuple[Strategy, Sequence[int]]:
-        """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes.
+    # -- predictions --------------------------------------------------------------------------------
 
-        A strategy with pipeline stages is composed without them; its numbers of micro-batches are its own.
-        """
-        layout = layout_of(strategy, self.cluster.world_size)
-        trials = [strategy.with_values(micro_batch_size=size) for size in sizes]
-        counts = [micro_batches(trial, layout, self.recipe.batch_size) for trial in trials]
-        return without_stages(trials[0]), counts
+    def confirm(self, strategy: Strategy) -> Prediction:
+        """Predict the worst rank by dry runs of the whole step; recorded with a verdict."""
+        if strategy not in self._predictions:
+            line = one_line(strategy, self.layout(strategy), self.recipe.batch_size)
+            made = f"{len(self.candidates)} strategies predicted"
+            self.progress("; ".join([*self._best_so_far(), made, f"dry run of {line}"]))
+            with self._counting(strategy):
+                self._predictions[strategy] = predict_worst(
+                    *self._asked(strategy), budget=self.budget_bytes, seen=self._ranks
+                )
+        prediction = self._predictions[strategy]
+        self._estimates[strategy] = _exact(prediction)
+        self._judge_exactly(prediction)
+        return prediction
+
+    def _asked(self, strategy: Strategy) -> tuple[Recipe, Blueprint, Strategy, Cluster]:
+        return self.recipe, self.blueprint, strategy, self.cluster
 
     @contextmanager
     def _counting(self, strategy: Strategy) -> Iterator[None]:
@@ -271,71 +336,60 @@ class Predictor:
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
-            line = one_line(strategy, layout_of(strategy, self.cluster.world_size), self.recipe.batch_size)
             raise RecipeError(
                 "a tensor of this model has more bytes than 64 bits count",
-                where=line,
+                where=one_line(strategy, self.layout(strategy), self.recipe.batch_size),
                 fix="lower the model's dimensions, data.sequence_length or strategy.micro_batch_size",
             ) from error
 
-    def fits(self, prediction: Prediction) -> bool:
-        """Whether a prediction is within the budget and its share of host memory."""
-        return prediction.peak.bytes <= self.budget_bytes and self._host_excess(prediction) <= 0
+    # -- verdicts -----------------------------------------------------------------------------------
 
-    def might_fit(self, quick: Prediction) -> bool:
-        """The same before fragmentation, which a quick prediction does not have."""
-        return quick.sum_bytes <= self.budget_bytes and self._host_excess(quick) <= 0
+    def fits(self, figures: Estimate | Prediction) -> bool:
+        """Whether the device's and the host's memory suffice, before fragmentation where it is not known."""
+        size = figures.bytes if isinstance(figures, Estimate) else figures.peak.bytes
+        return size <= self.budget_bytes and self._host_excess(figures) <= 0
 
-    def replayed(self, strategy: Strategy) -> bool:
-        """Whether the last prediction of a strategy has its fragmentation, if its device's allocator has any."""
-        return self._replayed[strategy]
+    def _host_excess(self, figures: Estimate | Prediction) -> int:
+        """Bytes beyond the rank's share of host memory; negative when there is room."""
+        size = figures.host_bytes if isinstance(figures, Estimate) else figures.host.total
+        return size - self.cluster.host_capacity_bytes
 
-    def record_quick(self, strategy: Strategy, size: int, seconds: float, over: int, excess: int) -> None:
-        """Record a composed candidate of ``size`` bytes, so many over the budget and the host's share."""
+    def _judge(self, estimate: Estimate) -> None:
+        over, excess = estimate.bytes - self.budget_bytes, self._host_excess(estimate)
         reason = f"{format_bytes(over)} too much" if over > 0 else ""
         if over <= 0 < excess:
             reason = f"{format_bytes(excess)} too much in host memory"
-        verdict, caches = (
-            "does not fit" if reason else "fits",
-            TARGET_KERNELS[self.cluster.device.kind].caches,
+        caches = TARGET_KERNELS[self.cluster.device.kind].caches
+        peak_is: PeakIs = "at least" if caches and reason else "estimated"
+        verdict = "does not fit" if reason else "fits"
+        self._record(
+            estimate.strategy, estimate.bytes, estimate.seconds, verdict, reason, peak_is, estimate.split
         )
-        self._replayed[strategy] = not caches
-        peak_is: PeakIs = "counted" if not caches else "at least" if reason else "estimated"
-        self._record(strategy, size, seconds, verdict, reason, peak_is)
 
-    def quiet(self) -> None:
-        """Show no progress from now on."""
-        self.progress = silent
-
-    def judgement(self, strategy: Strategy) -> Judgement:
-        """The record of a strategy."""
-        return Judgement(self.candidates[strategy], self._replayed.get(strategy))
-
-    def adopt(self, strategy: Strategy, judgement: Judgement | None) -> None:
-        """Record what another process found, as the last candidate."""
-        self.candidates.pop(strategy, None)
-        if judgement is None:
-            return
-        self.candidates[strategy] = judgement.candidate
-        if judgement.replayed is not None:
-            self._replayed[strategy] = judgement.replayed
+    def _judge_exactly(self, found: Prediction) -> None:
+        verdict, reason = "fits", found.in_words()
+        if found.peak.bytes > self.budget_bytes:
+            verdict = "does not fit"
+            if found.sum_bytes > self.budget_bytes:
+                where = moment(found.peak.phase, found.peak.where)
+                reason = f"{format_bytes(found.sum_bytes - self.budget_bytes)} too much {where}"
+        elif (excess := self._host_excess(found)) > 0:
+            verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
+        elif found.retries:
+            verdict = "tight"
+        size, step = found.peak.bytes, found.step
+        self._record(found.strategy, size, step.seconds, verdict, reason, "counted", step.split)
 
     def record_failure(self, strategy: Strategy, error: Exception) -> None:
         """Record a candidate whose dry run raised an error."""
         self._record(strategy, 0, 0.0, UNKNOWN, printable(f"{type(error).__name__}: {error}"), "counted")
 
-    def _host_excess(self, prediction: Prediction) -> int:
-        """Bytes beyond the rank's share of host memory; negative when there is room."""
-        return prediction.host.total - self.cluster.host_capacity_bytes
-
     def _best_so_far(self) -> Iterator[str]:
         """The best of those that fit, in words."""
-        by_memory = self.recipe.plan.objective == "memory"
         fitting = (candidate for candidate in self.candidates.values() if candidate.verdict == "fits")
-        best = min(fitting, key=lambda c: c.peak_bytes if by_memory else c.step_seconds, default=None)
+        best = min(fitting, key=lambda c: c.peak_bytes if self.by_memory else c.step_seconds, default=None)
         if best is not None:
-            took, held = format_seconds(best.step_seconds), format_bytes(best.peak_bytes)
-            yield f"best so far {best.line}, {took}, {held}"
+            yield f"best so far {best.line}, {format_seconds(best.step_seconds)}, {format_bytes(best.peak_bytes)}"
 
     def _record(
         self,
@@ -347,7 +401,18 @@ class Predictor:
         peak_is: PeakIs,
         split: Mapping[str, float] | None = None,
     ) -> None:
-        layout = layout_of(strategy, self.cluster.world_size)
-        line = one_line(strategy, layout, self.recipe.batch_size)
-        candidate = Candidate(strategy, line, peak, seconds, verdict, reason, peak_is, split or {})
-        self.candidates[strategy] = candidate
+        line = one_line(strategy, self.layout(strategy), self.recipe.batch_size)
+        self.candidates[strategy] = Candidate(
+            strategy, line, peak, seconds, verdict, reason, peak_is, split or {}
+        )
+
+
+def without_one_time_costs(strategy: Strategy) -> Strategy:
+    """The strategy without values that cost seconds once, such as compiled blocks."""
+    return strategy.with_values(**{s.key: s.default for s in SETTINGS if strategy[s] in s.once})
+
+
+def _exact(found: Prediction) -> Estimate:
+    ledger, step = found.peak.ledger, found.step
+    tensors = ledger.total - ledger.overhead - ledger.fragmentation
+    return Estimate(found.strategy, True, ledger.total, tensors, found.host.total, step.seconds, step.split)

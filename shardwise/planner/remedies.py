@@ -232,7 +232,7 @@ def _candidate(predictor: Predictor, strategy: Strategy, quick: bool) -> Candida
 
 
 def _in_full(predictor: Predictor, strategy: Strategy) -> Candidate:
-    predictor.predict(strategy, quick=False)
+    predictor.confirm(strategy)
     return predictor.candidates[strategy]
 
 
@@ -244,7 +244,7 @@ def _largest_that_fits(predictor: Predictor, strategy: Strategy) -> Candidate:
         return predictor.candidates[trials[-1]]
 
     def fits(trial: Strategy) -> bool:
-        predictor.predict(trial, quick=True)
+        predictor.estimate(trial, alone=True)
         return predictor.candidates[trial].verdict == "fits"
 
     index = min(bisect_left(trials, True, key=fits), len(trials) - 1)

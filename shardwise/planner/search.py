@@ -8,11 +8,11 @@ from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.planner.choose import choose_strategy
-from shardwise.planner.compare import Neighbours, compared_candidates
+from shardwise.planner.compare import compared_candidates, estimate_neighbours
 from shardwise.planner.explain import assumptions, once_in_words, reasons
 from shardwise.planner.predict import Prediction, predict
 from shardwise.planner.predictor import Predictor
-from shardwise.planner.worst_rank import EVERY_RANK
+from shardwise.planner.ranks import EVERY_RANK
 from shardwise.recipe import lr_scaling as scaling
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import (
@@ -46,11 +46,9 @@ def plan_for(
     refuse_unsupported(recipe.strategy, cluster.device, lambda key: f"strategy.{key}")
     predictor = Predictor(recipe, blueprint, cluster, progress=progress)
     with frozen():
-        if not compare:
-            return _written_plan(predictor, choose_strategy(predictor))
-        with Neighbours(predictor) as neighbours:
-            chosen = choose_strategy(predictor, neighbours.expect)
-            neighbours.record(chosen)
+        chosen = choose_strategy(predictor)
+        if compare:
+            estimate_neighbours(predictor, chosen)
         return _written_plan(predictor, chosen)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.recipe.sections import Recipe
 from shardwise.technique.base import Wrapping
@@ -113,4 +114,11 @@ class Compile(Wrapping):
             return
         from shardwise.runtime.compiled import compile_blocks
 
+        if reason := site.context.blueprint.compile_obstacle():
+            raise RecipeError(
+                f"the blocks of {site.context.blueprint.name} cannot be compiled",
+                where="strategy.compile: block",
+                why=reason,
+                fix="the nearest that works is compile: none",
+            )
         compile_blocks(site.view.blocks)

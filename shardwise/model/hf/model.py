@@ -29,7 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
+from shardwise.model.blueprint import (
+    Batch,
+    Blueprint,
+    LossSum,
+    Repetition,
+    SampleShapes,
+    repetition_of,
+    token_shapes,
+)
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
@@ -116,14 +124,11 @@ class HuggingFaceModel(Blueprint):
         with torch.device("meta"):
             return self.build()
 
-    @cached_property
+    @property
     def depth(self) -> int | None:  # type: ignore[override]
-        """Number of blocks if all are identical, else None: a shallow model then does not predict a deep one."""
-        layers = self.config.get_text_config().num_hidden_layers
-        blocks = self.blocks(self._reference)
-        alike = len({_block_signature(block) for block in blocks}) == 1
-        uniform = all(len(set(map(str, values))) == 1 for values in per_layer(self.config).values())
-        return layers if alike and uniform and len(blocks) == layers else None
+        """Number of blocks if all are identical, else None."""
+        blocks = self.repetition
+        return blocks.blocks if blocks is not None and blocks.period == 1 else None
 
     def departures(self, bits: int) -> tuple[str, ...]:
         return self._departures
@@ -143,6 +148,11 @@ class HuggingFaceModel(Blueprint):
         """Shapes and config values of every block, if the model can be cut between them."""
         if self.width is None:
             return None
+        return self._kinds
+
+    @cached_property
+    def _kinds(self) -> tuple[object, ...] | None:
+        """Shapes and config values of every block; None if the config has values for other layers than these."""
         values = zip(*per_layer(self.config).values(), strict=True)
         blocks = self.blocks(self._reference)
         rows = list(values) or [()] * len(blocks)
@@ -150,8 +160,21 @@ class HuggingFaceModel(Blueprint):
             return None
         return tuple((_block_signature(block), str(row)) for block, row in zip(blocks, rows, strict=True))
 
+    @cached_property
+    def repetition(self) -> Repetition | None:
+        layers = self.config.get_text_config().num_hidden_layers
+        if self._kinds is None or len(self._kinds) != layers:
+            return None
+        return repetition_of(self._kinds)
+
     def stage_obstacle(self) -> str:
         return self._obstacle or super().stage_obstacle()
+
+    def compile_obstacle(self) -> str:
+        recorded = (
+            "its router's auxiliary loss reads tensors from within the blocks, where a compiled one has none"
+        )
+        return recorded if adds_router_loss(self.config) else ""
 
     @cached_property
     def _obstacle(self) -> str:

@@ -1,9 +1,8 @@
 """A strategy's prediction: the memory of its worst rank, and the time of all ranks together.
 
 Ranks that hold different blocks differ in memory. Their place (``technique/place.py``) says which of them to look at,
-and how their times combine. In small worlds a rank of every stage is dry-run, and the worst is shown. In large worlds
-all kinds of ranks get a quick prediction, and the worst of them a full one. A quick prediction ends with the first rank
-if that needs too much: the others change nothing.
+and how their times combine. In small worlds a rank of every stage is dry-run in full, and the worst is shown. In large
+worlds a shortened dry run of all kinds of ranks says which is the worst, and that one is dry-run in full.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from shardwise.core.strategy import Layout, Strategy
 from shardwise.dryrun.run import place_of
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.planner.compose import CountComposer
 from shardwise.planner.predict import Prediction, predict
 from shardwise.planner.read_ahead import ReadAhead
 from shardwise.planner.timing import PASS_PHASES, predicted_step_time
@@ -36,51 +34,43 @@ def predict_worst(
     strategy: Strategy,
     cluster: Cluster,
     *,
-    quick: bool = False,
+    whole: bool = True,
     budget: int | None = None,
-    ranks: Sequence[int] | None = None,
     seen: dict[tuple[Strategy, int], Prediction] | None = None,
-    composer: CountComposer | None = None,
 ) -> Prediction:
     """The prediction of the rank that needs most.
 
     Args:
-        ranks: the only ones to look at, where they are given.
-        seen: quick predictions that have been made, and are not made again; new ones are added.
-        composer: composes quick predictions where it can.
+        whole: whether the shown rank runs a whole step. Otherwise the first rank ends it if that needs too much.
+        seen: predictions by strategy and rank that have been made, and are not made again; new ones are added.
     """
     layout = layout_of(strategy, cluster.world_size)
-    small, staged = cluster.world_size <= EVERY_RANK, has_stages(layout)
-    looks = _Looks(
-        partial(predict, recipe, blueprint, strategy, cluster, budget=budget, composer=composer),
-        strategy,
-        {} if seen is None else seen,
-    )
-    wanted, look = list(ranks or (0,)), quick or (not small and staged)
-    start = place_of(recipe, blueprint, strategy, cluster, rank=0) if staged and ranks is None else None
-    if start is not None:
-        numbers = start.ranks_to_probe(every=small and not quick)
-        wanted = [number * layout.stride(start.axis) for number in numbers]
-    known = looks.at(wanted, look, enough=budget if quick else None)
-    if (place := known[wanted[0]].run.place) is None:
-        return known[wanted[0]]
-    # Fragmentation is compared only where all ranks have theirs.
-    replayed = all(found.whole for found in known.values())
-    worst = max(known, key=lambda rank: known[rank].peak.bytes if replayed else known[rank].sum_bytes)
-    if look and not quick:
-        known |= looks.at([worst], quick=False)
+    look = partial(predict, recipe, blueprint, strategy, cluster, budget=budget)
+    if not has_stages(layout):
+        return look()
+    looks = _Looks(look, strategy, {} if seen is None else seen)
+    small = cluster.world_size <= EVERY_RANK
+    start = place_of(recipe, blueprint, strategy, cluster, rank=0)
+    assert start is not None
+    ranks = [number * layout.stride(start.axis) for number in start.ranks_to_probe(every=small and whole)]
+    known = looks.at(ranks, whole and small, enough=None if whole else budget)
+    worst = max(known, key=lambda rank: known[rank].peak.bytes if whole and small else known[rank].sum_bytes)
+    if whole and not small:
+        known |= looks.at([worst], whole=True)
+    place = known[ranks[0]].run.place
+    assert place is not None
     stride, count = layout.stride(place.axis), micro_batches(strategy, layout, recipe.batch_size)
     probed = {rank // stride: found for rank, found in known.items()}
     every = [probed[place.stand_in(number, probed)] for number in range(place.ranks)]
     times = [_rank_time(found, layout, cluster) for found in every]
-    whole = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
+    step = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
     return replace(
         known[worst],
         # Which rank takes most of the host or of a disk need not be the one that takes most of its device.
         host=max((found.host for found in known.values()), key=lambda host: host.total),
         disk_bytes=max(found.disk_bytes for found in known.values()),
-        step=_step(known[worst].step, every, whole),
-        timetable=whole.timetable,
+        step=_step(known[worst].step, every, step),
+        timetable=step.timetable,
         parameters=blueprint.parameter_count(),
         allocated_by_rank={rank: found.allocated_bytes for rank, found in known.items()},
     )
@@ -88,33 +78,27 @@ def predict_worst(
 
 @dataclass(frozen=True)
 class _Looks:
-    """Predictions of single ranks of a strategy.
-
-    Attributes:
-        predict: predicts one rank.
-        seen: quick predictions by strategy and rank.
-    """
+    """Predictions of single ranks of a strategy."""
 
     predict: Callable[..., Prediction]
     strategy: Strategy
     seen: dict[tuple[Strategy, int], Prediction]
 
-    def at(self, ranks: Sequence[int], quick: bool, enough: int | None = None) -> dict[int, Prediction]:
+    def at(self, ranks: Sequence[int], whole: bool, enough: int | None = None) -> dict[int, Prediction]:
         """Predictions of these ranks, on all cores; only of the first one if it needs more than ``enough`` bytes."""
-        missing = [rank for rank in ranks if self._known(rank, quick) is None]
+        missing = [rank for rank in ranks if self._known(rank, whole) is None]
         predictions: dict[int, Prediction] = {}
-        with ReadAhead(lambda rank: self.predict(rank=rank, quick=quick), missing) as ahead:
+        with ReadAhead(lambda rank: self.predict(rank=rank, whole=whole), missing) as ahead:
             for rank in ranks:
-                predictions[rank] = self._known(rank, quick) or ahead.get(missing.index(rank))
-                if quick:
-                    self.seen[self.strategy, rank] = predictions[rank]
+                predictions[rank] = self._known(rank, whole) or ahead.get(missing.index(rank))
+                self.seen[self.strategy, rank] = predictions[rank]
                 if enough is not None and predictions[ranks[0]].sum_bytes > enough:
                     break
         return predictions
 
-    def _known(self, rank: int, quick: bool) -> Prediction | None:
+    def _known(self, rank: int, whole: bool) -> Prediction | None:
         known = self.seen.get((self.strategy, rank))
-        return known if known is not None and (quick or known.whole) else None
+        return known if known is not None and (known.whole or not whole) else None
 
 
 def _rank_time(prediction: Prediction, layout: Layout, cluster: Cluster) -> RankTime:
