@@ -23,8 +23,8 @@ from shardwise.technique import ORDER, STATES, strategy_from, within
 from shardwise.technique.base import Dividing
 
 _BOUND_MARGIN = 0.97
-_MOST_RANKS = 64
-"""Ranks of a probe: every dimension of its blocks is a multiple of it, so shards are even."""
+_RANKS = 8
+"""Ranks of a probe at most: every dimension of its blocks is a multiple of it, so shards are even."""
 # Only bytes per parameter are read from its dry run, so its size does not matter.
 _PROBE: dict[str, Any] = {
     "model": {"layers": 2, "width": 512, "heads": 4, "ffn": 1024, "vocab": 256},
@@ -54,12 +54,12 @@ def least_state_bytes(
 
 def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float:
     """Bytes of a rank per parameter on so many ranks, from a probe on fewer: a part is replicated, a part sharded."""
-    if ranks <= _MOST_RANKS:
-        return counted(ranks)
-    one, few = counted(1), counted(_MOST_RANKS)
-    if copies >= _MOST_RANKS:
-        return few
-    sharded = (one - few) / (1 - copies / _MOST_RANKS)
+    if copies == ranks:
+        return counted(1)
+    if ranks // copies <= _RANKS:
+        return counted(ranks // copies)
+    one, few = counted(1), counted(_RANKS)
+    sharded = (one - few) / (1 - 1 / _RANKS)
     return one - sharded + sharded * copies / ranks
 
 
@@ -80,13 +80,12 @@ def _of_states(strategy: Strategy) -> Strategy:
 
     What costs seconds once, such as compiling, changes neither.
     """
-    kept = {
-        setting.key: strategy[setting]
-        for technique in ORDER
-        if technique.part == STATES or not isinstance(technique, Dividing)
-        for setting in technique.settings
-        if not setting.once
-    }
+    kept: dict[str, object] = {}
+    for technique in ORDER:
+        if technique.part == STATES or not isinstance(technique, Dividing):
+            kept |= {s.key: strategy[s] for s in technique.settings if not s.once}
+        if isinstance(technique, Dividing):
+            kept |= technique.without_copies()
     return within(strategy_from(kept), STATES)
 
 

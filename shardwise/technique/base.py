@@ -108,6 +108,10 @@ class Dividing(Technique):
         stages = any(axis.stages for axis in self.axes)
         return {s.key: s.default for s in self.settings} if stages else {}
 
+    def without_copies(self) -> Mapping[str, object]:
+        """Settings with which a single group of ranks shards the states."""
+        return {}
+
     def stretch(self, strategy: Strategy, micro_batches: int) -> Stretch:
         """What its stages make of a step."""
         return Stretch()

@@ -139,6 +139,9 @@ class ZeRO(Dividing):
         copies = strategy[REPLICATE]
         return {REPLICATE.key: copies * ranks if copies > 1 else copies}
 
+    def without_copies(self) -> dict[str, object]:
+        return {REPLICATE.key: REPLICATE.default}
+
     def label(self, strategy: Strategy, layout: Layout) -> str:
         ranks, copies = layout.ranks(lambda axis: axis.tokens), layout.degree(COPIES)
         if strategy[ZERO_STAGE] == 0:
