@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from shardwise.core.answer import pinned_in_words
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes, format_change, format_more_bytes
 from shardwise.planner.counts import NotComposable
 from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import UNKNOWN, Estimate, Predictor
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, case_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of
+from shardwise.technique.base import Dividing
+from shardwise.technique.rules import Case
 
 _FRAGMENTATION = 1.1
 """Memory with fragmentation, of an estimate that has none."""
@@ -60,13 +63,25 @@ def _neighbours(predictor: Predictor, strategy: Strategy) -> Iterator[Strategy]:
         {s.key: value}
         for technique in ORDER
         for s in technique.settings
-        for value in (*(v for v in technique.candidates(s, case) if v in s.candidates), *s.compared)
+        for value in _near_values(technique, s, case)
         if value != strategy[s] and not {value, strategy[s]} <= set(s.alike)
     ]
     size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)
     changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
     possible = predictor.possible(strategy.with_values(**change) for change in changes)
     yield from (neighbour for neighbour in dict.fromkeys(possible) if neighbour != strategy)
+
+
+def _near_values(technique: Technique, setting: Setting[Any], case: Case) -> Iterator[object]:
+    """Values that a setting is compared with: the search's own, the nearest degrees of an axis, the last resort."""
+    values, mine = technique.candidates(setting, case), case.strategy[setting]
+    yield from (value for value in values if value in setting.candidates)
+    yield from setting.compared
+    if isinstance(technique, Dividing) and isinstance(mine, int):
+        listed = values or (1, mine, 2 * mine)  # some models are divided only if the recipe asks for it
+        degrees = sorted(value for value in listed if isinstance(value, int))
+        yield from (*[d for d in degrees if d < mine][-1:], *[d for d in degrees if d > mine][:1])
+    yield from setting.last_resort[:1]
 
 
 def compared_candidates(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:
