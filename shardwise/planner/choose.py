@@ -50,7 +50,7 @@ _WORTH = 0.1
 MOST_STAGED = 6
 """Strategies with pipeline stages whose ranks get dry runs of their own."""
 
-BEST_MESHES = 3
+BEST_MESHES = 2
 """Meshes, the best by their trials, all of whose completions are considered, and that are cut into stages."""
 
 _FULL_PIPELINE = 4

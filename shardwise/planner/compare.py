@@ -12,6 +12,7 @@ from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes, format_change, format_more_bytes
 from shardwise.planner.counts import NotComposable
+from shardwise.planner.lower_bound import divides_states_alike
 from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import UNKNOWN, Estimate, Predictor
@@ -37,7 +38,9 @@ def estimate_neighbours(predictor: Predictor, chosen: Prediction) -> None:
 def _estimate(predictor: Predictor, neighbour: Strategy, known: Estimate) -> Estimate | None:
     """None for one that takes too much by its lower bound, or that cannot be built here."""
     try:
-        return predictor.relative(neighbour, known) if predictor.may_fit(neighbour) else None
+        if divides_states_alike(neighbour, known.strategy) or predictor.may_fit(neighbour):
+            return predictor.relative(neighbour, known)
+        return None
     except NotComposable:
         return predictor.estimate(neighbour)
     except RecipeError:

@@ -9,11 +9,11 @@ need more for vectors than for matrices, and the small block has relatively more
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from shardwise.core.strategy import Layout, Strategy
+from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.open import blueprint_of
@@ -47,18 +47,22 @@ def least_state_bytes(
     quantize = recipe.adapter.quantize if recipe.adapter is not None else None
     held = 0.0
     for number, frozen in zip(parameters, (None, quantize), strict=True):
-        counted = functools.partial(_bytes_per_parameter, states, optimizer, node, frozen)
-        held += number * _on_ranks(counted, sharing, layout.state_copies) if number else 0
+        counted = functools.partial(_bytes_per_parameter, optimizer, node, frozen)
+        held += number * _on_ranks(counted, states, sharing, layout.state_copies) if number else 0
     return int(_BOUND_MARGIN * held * sharing / layout.world_size)
 
 
-def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float:
-    """Bytes of a rank per parameter on so many ranks, from a probe on fewer: a part is replicated, a part sharded."""
-    if copies == ranks:
-        return counted(1)
+def _on_ranks(counted: Callable[[Strategy, int], float], states: Strategy, ranks: int, copies: int) -> float:
+    """Bytes of a rank per parameter on so many ranks, from a probe on fewer: a part is replicated, a part sharded.
+
+    On one rank, what would be divided takes no less than if it were not to be.
+    """
+    undivided = states.with_values(**{s.key: s.default for s in _dividing_settings()})
+    if ranks == copies:
+        return counted(undivided, 1)
     if ranks // copies <= _RANKS:
-        return counted(ranks // copies)
-    one, few = counted(1), counted(_RANKS)
+        return counted(states, ranks // copies)
+    one, few = counted(undivided, 1), counted(states, _RANKS)
     sharded = (one - few) / (1 - 1 / _RANKS)
     return one - sharded + sharded * copies / ranks
 
@@ -89,9 +93,21 @@ def _of_states(strategy: Strategy) -> Strategy:
     return within(strategy_from(kept), STATES)
 
 
+def divides_states_alike(one: Strategy, other: Strategy) -> bool:
+    """Whether two strategies differ in other settings than the division of states, whose bound excludes many."""
+    return all(one[setting] == other[setting] for setting in _dividing_settings())
+
+
+def _dividing_settings() -> Iterator[Setting[Any]]:
+    """Settings of how states are divided."""
+    for technique in ORDER:
+        if technique.part == STATES and isinstance(technique, Dividing):
+            yield from technique.settings
+
+
 @functools.cache
 def _bytes_per_parameter(
-    strategy: Strategy, optimizer: OptimizerSpec, node: Cluster, frozen: Quantize | None, ranks: int
+    optimizer: OptimizerSpec, node: Cluster, frozen: Quantize | None, strategy: Strategy, ranks: int
 ) -> float:
     """Bytes of weights, gradients and optimizer state of a rank that one more parameter adds.
 
@@ -105,7 +121,7 @@ def _bytes_per_parameter(
     trained, fixed = (many[i] - few[i] for i in (0, 1))
     if frozen is None:
         return (more - fewer) / trained
-    own = trained * _bytes_per_parameter(strategy, optimizer, node, None, ranks)
+    own = trained * _bytes_per_parameter(optimizer, node, None, strategy, ranks)
     return max(0.0, (more - fewer - own) / fixed)
 
 
