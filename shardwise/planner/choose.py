@@ -23,13 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardwise.core.answer import SURE, TELLS
+from shardwise.core.answer import TELLS
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
 from shardwise.planner.counts import NotComposable
+from shardwise.planner.one_time import with_one_time_costs
 from shardwise.planner.predict import Prediction
-from shardwise.planner.predictor import Estimate, Predictor
+from shardwise.planner.predictor import Predictor
 from shardwise.planner.space import Mesh, Space, children
+from shardwise.planner.verdicts import Estimate
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
     PARTS,
@@ -61,16 +63,13 @@ _LOST_BY_ALIKE, _LOST_BY_OTHERS = 0.9, 0.5
 lost, and to the least of all. Of Gemma-3-1B on 24 GB and of a 32B model in 8 tensor ranks, nine that failed had lost 21
 to 28 %, and alike ones differed by up to 6 % of that."""
 
-_MOST_SAVED = 0.15
-"""Share of a step that a value with a one-time cost, such as compiled kernels, saves at most, for a bound."""
-
 
 def choose_strategy(predictor: Predictor) -> Prediction:
     """The best strategy that fits, else a tight one, else the one that needs the least memory."""
     tight: Prediction | None = None
     refused: RecipeError | None = None
     for last_resort in (False,) if predictor.cluster.device.traits.is_host else (False, True):
-        search = _Search(predictor, Space(predictor.recipe, predictor.cluster, last_resort))
+        search = _Walk(predictor, Space(predictor.recipe, predictor.cluster, last_resort))
         for full in search.confirmed():
             if full.retries == 0:
                 return full
@@ -83,30 +82,11 @@ def choose_strategy(predictor: Predictor) -> Prediction:
         raise refused
     if not too_large:
         raise RecipeError("strategy: no combination of its free settings follows the rules on this cluster")
-    return predictor.confirm(_smallest(predictor))
-
-
-def _smallest(predictor: Predictor) -> Strategy:
-    """The strategy that needs the least memory, of candidates whose bytes may be lower bounds.
-
-    Of candidates with equal bounds only the last, which recomputes most, is estimated.
-    """
-    refused = [c for c in predictor.candidates.values() if c.verdict == "does not fit"]
-    last = {candidate.peak_bytes: candidate for candidate in refused}
-    sizes: dict[Strategy, int] = {}
-    for least, candidate in sorted(last.items(), key=lambda item: item[0]):
-        if min(sizes.values(), default=math.inf) <= least:
-            break
-        try:
-            bound = candidate.step_seconds == 0.0
-            sizes[candidate.strategy] = predictor.estimate(candidate.strategy).bytes if bound else least
-        except RecipeError:  # it cannot be built
-            continue
-    return min(sizes, key=lambda strategy: sizes[strategy], default=last[min(last)].strategy)
+    return predictor.confirm(predictor.smallest())
 
 
 @dataclass
-class _Search:
+class _Walk:
     """One walk through a space.
 
     Attributes:
@@ -141,11 +121,13 @@ class _Search:
                     if strategy == best.strategy:
                         raise
                     continue
-                if not self.predictor.fits(full) or full.retries:
+                exact = self.predictor.estimate(strategy)
+                fits = self.predictor.fits(exact)
+                if not fits or exact.retries:
                     self._learn(full)
-                if self.predictor.fits(full) and full.step.seconds <= most_seconds:
+                if fits and exact.seconds <= most_seconds:
                     yield full
-                if not self.predictor.fits(full) or full.retries:
+                if not fits or exact.retries:
                     break  # without what costs seconds once, a strategy keeps no less
             self.failed.add(best.strategy)
             self.fitting.clear()
@@ -413,34 +395,3 @@ class _Search:
                 break
             best = smaller
         return best
-
-
-def with_one_time_costs(predictor: Predictor, best: Estimate) -> Iterator[tuple[Strategy, float]]:
-    """Strategies to confirm, best first, each with the most seconds of a step at which it is worth its cost.
-
-    The search compares seconds of a step, so it leaves out values that cost seconds once, such as compiled kernels.
-    They have to save surely more than they cost. A recipe with epochs has no steps until its data is counted, so
-    nothing is sure.
-    """
-    recipe = predictor.recipe
-    for setting in SETTINGS if recipe.steps and not predictor.by_memory else ():
-        for value, cost in () if setting.key in recipe.strategy else setting.once.items():
-            least = SURE * cost / recipe.steps
-            if least >= _MOST_SAVED * best.seconds:
-                continue
-            for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):
-                if best.seconds * (1 - _share_of_seconds(predictor, strategy, best)) > least:
-                    yield strategy, best.seconds - least
-    yield best.strategy, math.inf
-
-
-def _share_of_seconds(predictor: Predictor, strategy: Strategy, best: Estimate) -> float:
-    """Seconds of a strategy with pipeline stages over those of the best, both without their stages; 0 without stages,
-    where a dry run of the whole step takes no longer than to find out."""
-    if not has_stages(predictor.layout(strategy)):
-        return 0.0
-    try:
-        one, two = (predictor.estimate(without_stages(s), alone=True) for s in (strategy, best.strategy))
-    except RecipeError:  # the model refuses
-        return math.inf
-    return one.seconds / two.seconds

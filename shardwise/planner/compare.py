@@ -15,10 +15,10 @@ from shardwise.planner.counts import NotComposable
 from shardwise.planner.lower_bound import divides_states_alike
 from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
-from shardwise.planner.predictor import UNKNOWN, Estimate, Predictor
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of
+from shardwise.planner.predictor import Predictor
+from shardwise.planner.verdicts import UNKNOWN, Estimate
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Case, Technique, case_of
 from shardwise.technique.base import Dividing
-from shardwise.technique.rules import Case
 
 _FRAGMENTATION = 1.1
 """Memory with fragmentation, of an estimate that has none."""
@@ -46,7 +46,7 @@ def _estimate(predictor: Predictor, neighbour: Strategy, known: Estimate) -> Est
     except RecipeError:
         return None
     except Exception as error:  # of the model or a kernel, in a strategy that is only compared
-        predictor.record_failure(neighbour, error)
+        predictor.verdicts.fail(neighbour, error)
         return None
 
 
@@ -101,7 +101,10 @@ def _final_verdict(predictor: Predictor, candidate: Candidate, chosen: Predictio
     A strategy without a pin says which one.
     """
     if candidate.strategy == chosen.strategy:
-        return replace(candidate, verdict="chosen" if predictor.fits(chosen) else "does not fit")
+        return replace(
+            candidate,
+            verdict="chosen" if predictor.fits(predictor.estimate(chosen.strategy)) else "does not fit",
+        )
     if candidate.verdict == "fits" and candidate.peak_is == "estimated":
         candidate = _with_fragmentation(predictor, candidate, chosen)
     if candidate.verdict not in ("fits", "tight"):

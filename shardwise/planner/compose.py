@@ -10,7 +10,7 @@ It is taken for each kind of micro-batch, for the calls and for the highest mome
 (planner/counts.py). A search over 4 stages of ZeRO x 3 kinds of recomputation x 2 losses makes 9 dry runs for each
 point instead of 24. A full dry run of the chosen strategy decides (planner/search.py): what is composed only proposes.
 
-``alone`` takes the same figures from dry runs of the strategy itself, where nothing else is asked of its origin.
+``alone`` takes the same figures from dry runs of the strategy itself.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Work(NamedTuple):
 
 
 @dataclass
-class Composer:
+class StepComposer:
     """Composes strategies of one recipe on one cluster.
 
     Attributes:
@@ -260,12 +260,11 @@ class Composer:
         rows, moment = _highest(terms, count, share)
         rows[ACTIVATIONS_ROW] += count * size * self.sample_bytes
         time, sums = self._time(terms, layout, count, share)
-        disk = sum(t.sign * _linear_number(t, "disk_bytes") for t in terms)
         return Composed(
             ledger=_ledger(rows),
             moment=moment,
             host=_ledger(sum(t.sign * t.counts.host(t.depth, t.size) for t in terms)),
-            disk_bytes=max(0, disk),
+            disk_bytes=max(0, sum(t.sign * t.counts.disk_bytes(t.depth) for t in terms)),
             time=replace(time, seconds=time.seconds + sum(time.passes.values()) * (share.longer - 1)),
             computing=sum(sum(sums[phase][:2]) for phase in PASS_PHASES if phase in sums),
             updating=sum(sums["optimizer"][:2]) if "optimizer" in sums else 0.0,
@@ -345,16 +344,6 @@ def _with(counts: LinearCounts, **points: Counts | None) -> LinearCounts:
     """The same with another point, and nothing remembered."""
     deeper, larger = points.get("deeper", counts.deeper), points.get("larger", counts.larger)
     return LinearCounts(counts.base, counts.depth, counts.size, counts.period, deeper, larger)
-
-
-def _linear_number(term: _Term, attribute: str) -> int:
-    """A number that only the depth changes."""
-    counts = term.counts
-    base = int(getattr(counts.base, attribute))
-    if counts.deeper is None:
-        return base
-    more = int(getattr(counts.deeper, attribute)) - base
-    return base + (term.depth - counts.depth) // counts.period * more
 
 
 def _ledger(rows: Any) -> Ledger:

@@ -171,6 +171,11 @@ class LinearCounts:
             total += self._repetitions(depth) * slope
         return total
 
+    def disk_bytes(self, depth: int) -> int:
+        """Bytes that are reserved on a disk."""
+        more = 0 if self.deeper is None else self.deeper.disk_bytes - self.base.disk_bytes
+        return self.base.disk_bytes + self._repetitions(depth) * more
+
     def calls(self, depth: int, size: int) -> Calls:
         """Calls by micro-batch."""
         if (depth, size) not in self._calls:

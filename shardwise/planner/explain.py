@@ -14,8 +14,9 @@ from shardwise.hardware.allocator_options import options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner import checkpoint_interval
 from shardwise.planner.predict import Prediction
-from shardwise.planner.predictor import UNKNOWN, Predictor
+from shardwise.planner.predictor import Predictor
 from shardwise.planner.timing import offload_phases
+from shardwise.planner.verdicts import UNKNOWN
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS
 
 _NEGLIGIBLE_SHARE = 1e-3

@@ -22,7 +22,8 @@ from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.planner.predictor import Estimate, Predictor
+from shardwise.planner.predictor import Predictor
+from shardwise.planner.verdicts import Estimate
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, one_line
 

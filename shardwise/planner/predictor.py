@@ -1,33 +1,30 @@
-"""Predictions of strategies for one recipe on one cluster: each made once, with a verdict against the memory budget.
+"""Predictions of strategies for one recipe on one cluster: each made once, with a verdict (planner/verdicts.py).
 
-The budget is the device's capacity less a reserve. A strategy fits when its worst rank stays within the budget, and
-its offloaded state within that rank's share of host memory. An *estimate* is composed from shallow dry runs
-(planner/compose.py) where that can be done. A *prediction* is a dry run of the whole step.
+An *estimate* is composed from shallow dry runs (planner/compose.py) where that can be done. A *prediction* is a dry run
+of the whole step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.errors import one_line as printable
-from shardwise.core.plan import Candidate, PeakIs, moment
+from shardwise.core.plan import Candidate
 from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Layout, Strategy
-from shardwise.core.units import format_bytes, format_seconds
-from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
-from shardwise.planner.compose import SHALLOW, Composed, Composer, Share
+from shardwise.planner.compose import SHALLOW, Composed, Share, StepComposer
 from shardwise.planner.counts import NotComposable, counter
 from shardwise.planner.lower_bound import least_state_bytes, share_of_states
 from shardwise.planner.predict import Prediction
 from shardwise.planner.ranks import predict_worst
 from shardwise.planner.read_ahead import ReadAhead
+from shardwise.planner.verdicts import Estimate, Verdicts
 from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import (
@@ -48,78 +45,55 @@ MOST_PER_PARAMETER = 64
 """No strategy takes more bytes of weights and optimizer state per parameter. Where this much fits, the lower bound is
 not computed."""
 
-UNKNOWN = "could not be predicted"
-"""Verdict on a candidate whose dry run failed."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What the search compares.
-
-    Attributes:
-        exact: whether the whole step was dry-run, and its allocations replayed.
-        bytes: of the device; without fragmentation unless ``exact``.
-        tensors: the part of them that is neither overhead nor fragmentation.
-        host_bytes: of host memory, where that is another than the device's.
-        computing, updating: seconds of the kernels of all passes, and of the optimizer phase; 0 unless composed.
-    """
-
-    strategy: Strategy
-    exact: bool
-    bytes: int
-    tensors: int
-    host_bytes: int
-    seconds: float
-    split: Mapping[str, float]
-    computing: float = 0.0
-    updating: float = 0.0
-
 
 @dataclass
 class Predictor:
     """Predicts strategies and remembers the results.
 
     Attributes:
-        candidates: one per strategy that was predicted, or excluded by the lower bound.
         progress: called with a line before every dry run of a whole step.
     """
 
     recipe: Recipe
     blueprint: Blueprint
     cluster: Cluster
-    candidates: dict[Strategy, Candidate] = field(default_factory=dict)
     progress: Progress = silent
     _estimates: dict[Strategy, Estimate] = field(default_factory=dict)
+    _composed: dict[Strategy, Estimate] = field(default_factory=dict)
     _predictions: dict[Strategy, Prediction] = field(default_factory=dict)
     _ranks: dict[tuple[Strategy, int], Prediction] = field(default_factory=dict)
 
     @cached_property
-    def composer(self) -> Composer | None:
+    def composer(self) -> StepComposer | None:
         """Composes estimates from shallow dry runs; None for a model whose depth cannot be varied, or is no more."""
         blocks = self.blueprint.repetition
         if blocks is None or blocks.blocks <= max(SHALLOW, blocks.period + 2):
             return None
         count = counter(self.recipe, self.blueprint, self.cluster)
-        return Composer(count, *blocks, self._bytes_of_sample(), self.cluster)
+        return StepComposer(count, *blocks, self._bytes_of_sample(), self.cluster)
+
+    @cached_property
+    def verdicts(self) -> Verdicts:
+        """On every strategy that was predicted, or excluded by the lower bound."""
+        return Verdicts(self.recipe, self.cluster)
 
     @property
-    def reserve(self) -> float:
-        """Share of the capacity that is left free."""
-        return self.cluster.device.traits.reserve
-
-    @property
-    def reserve_bytes(self) -> int:
-        return int(self.reserve * self.cluster.capacity_bytes)
+    def candidates(self) -> Mapping[Strategy, Candidate]:
+        return self.verdicts.candidates
 
     @property
     def budget_bytes(self) -> int:
         """Device memory that a strategy may use."""
-        return self.cluster.capacity_bytes - self.reserve_bytes
+        return self.verdicts.budget_bytes
 
     @property
     def by_memory(self) -> bool:
         """Whether the recipe asks for the least memory instead of the least time."""
-        return self.recipe.plan.objective == "memory"
+        return self.verdicts.by_memory
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Whether the device's and the host's memory suffice, before fragmentation where it is not known."""
+        return self.verdicts.fits(estimate)
 
     def layout(self, strategy: Strategy) -> Layout:
         return layout_of(strategy, self.cluster.world_size)
@@ -164,8 +138,7 @@ class Predictor:
         most = sum(self.parameter_counts) * MOST_PER_PARAMETER * share_of_states(layout)
         if most + samples <= self.budget_bytes or (least := self.least_bytes(strategy)) <= self.budget_bytes:
             return True
-        reason = f"weights, optimizer state and a step's samples alone take at least {format_bytes(least)}"
-        self._record(strategy, least, 0.0, "does not fit", reason, "at least")
+        self.verdicts.exclude(strategy, least)
         return False
 
     def least_bytes(self, strategy: Strategy) -> int:
@@ -188,10 +161,9 @@ class Predictor:
         """
         if strategy not in self._estimates:
             with self._counting(strategy):
-                self._estimates[strategy] = self._estimated(strategy, alone)
+                self._estimates[strategy] = self._composed[strategy] = self._estimated(strategy, alone)
         estimate = self._estimates[strategy]
-        if not estimate.exact:
-            self._judge(estimate)
+        self.verdicts.judge(estimate)
         return estimate
 
     def _estimated(self, strategy: Strategy, alone: bool) -> Estimate:
@@ -199,16 +171,16 @@ class Predictor:
         if has_stages(layout):
             budget, seen = self.budget_bytes, self._ranks
             found = predict_worst(*self._asked(strategy), whole=False, budget=budget, seen=seen)
-            return replace(_exact(found), exact=False)
+            return replace(self.verdicts.exact(found), exact=False, note="")
         if composer is None:
-            return _exact(self.confirm(strategy))
+            return self.verdicts.exact(self.confirm(strategy))
         count = self.micro_batches(strategy)
         try:
             if alone and not composer.knows(strategy):
                 return self._priced(strategy, composer.alone(strategy, layout, count))
             return self._priced(strategy, composer.composed(strategy, layout, count))
         except NotComposable:
-            return _exact(self.confirm(strategy))
+            return self.verdicts.exact(self.confirm(strategy))
 
     def stage_estimate(self, strategy: Strategy) -> Estimate:
         """A rank's share of the strategy without pipeline stages. It is not recorded. Raises NotComposable.
@@ -279,16 +251,16 @@ class Predictor:
             split={part: spent * ratio for part, spent in other.split.items()},
         )
         self._estimates[strategy] = estimate
-        self._judge(estimate)
+        self.verdicts.judge(estimate)
         return estimate
 
     def _comparable(self, strategy: Strategy) -> Estimate:
         if has_stages(self.layout(strategy)):
             return self.stage_estimate(strategy)
-        if strategy not in self._estimates:
+        if strategy not in self._composed:
             with self._counting(strategy):
-                self._estimates[strategy] = self._estimated(strategy, alone=True)
-        return self._estimates[strategy]
+                self._composed[strategy] = self._estimated(strategy, alone=True)
+        return self._composed[strategy]
 
     def count_ahead(self, strategies: Sequence[Strategy]) -> None:
         """Dry-run on all cores what the estimates of these strategies are composed from."""
@@ -309,6 +281,22 @@ class Predictor:
                 except RecipeError:  # a package is missing, or the model refuses: said where it is asked for
                     continue
 
+    def smallest(self) -> Strategy:
+        """The strategy that needs the least memory, of candidates that do not fit and may be lower bounds.
+
+        Of candidates with equal bounds only the last, which recomputes most, is estimated.
+        """
+        refused = [c for c in self.candidates.values() if c.verdict == "does not fit"]
+        last = {candidate.peak_bytes: candidate for candidate in refused}
+        sizes: dict[Strategy, int] = {}
+        for least, candidate in sorted(last.items(), key=lambda item: item[0]):
+            if min(sizes.values(), default=math.inf) <= least:
+                break
+            with suppress(RecipeError):  # it cannot be built
+                strategy, bound = candidate.strategy, candidate.step_seconds == 0.0
+                sizes[strategy] = self.estimate(strategy, alone=True).bytes if bound else least
+        return min(sizes, key=lambda strategy: sizes[strategy], default=last[min(last)].strategy)
+
     # -- predictions --------------------------------------------------------------------------------
 
     def confirm(self, strategy: Strategy) -> Prediction:
@@ -316,14 +304,14 @@ class Predictor:
         if strategy not in self._predictions:
             line = one_line(strategy, self.layout(strategy), self.recipe.batch_size)
             made = f"{len(self.candidates)} strategies predicted"
-            self.progress("; ".join([*self._best_so_far(), made, f"dry run of {line}"]))
+            self.progress("; ".join([*self.verdicts.best_so_far(), made, f"dry run of {line}"]))
             with self._counting(strategy):
                 self._predictions[strategy] = predict_worst(
                     *self._asked(strategy), budget=self.budget_bytes, seen=self._ranks
                 )
         prediction = self._predictions[strategy]
-        self._estimates[strategy] = _exact(prediction)
-        self._judge_exactly(prediction)
+        self._estimates[strategy] = self.verdicts.exact(prediction)
+        self.verdicts.judge(self._estimates[strategy])
         return prediction
 
     def _asked(self, strategy: Strategy) -> tuple[Recipe, Blueprint, Strategy, Cluster]:
@@ -342,77 +330,7 @@ class Predictor:
                 fix="lower the model's dimensions, data.sequence_length or strategy.micro_batch_size",
             ) from error
 
-    # -- verdicts -----------------------------------------------------------------------------------
-
-    def fits(self, figures: Estimate | Prediction) -> bool:
-        """Whether the device's and the host's memory suffice, before fragmentation where it is not known."""
-        size = figures.bytes if isinstance(figures, Estimate) else figures.peak.bytes
-        return size <= self.budget_bytes and self._host_excess(figures) <= 0
-
-    def _host_excess(self, figures: Estimate | Prediction) -> int:
-        """Bytes beyond the rank's share of host memory; negative when there is room."""
-        size = figures.host_bytes if isinstance(figures, Estimate) else figures.host.total
-        return size - self.cluster.host_capacity_bytes
-
-    def _judge(self, estimate: Estimate) -> None:
-        over, excess = estimate.bytes - self.budget_bytes, self._host_excess(estimate)
-        reason = f"{format_bytes(over)} too much" if over > 0 else ""
-        if over <= 0 < excess:
-            reason = f"{format_bytes(excess)} too much in host memory"
-        caches = TARGET_KERNELS[self.cluster.device.kind].caches
-        peak_is: PeakIs = "at least" if caches and reason else "estimated"
-        verdict = "does not fit" if reason else "fits"
-        self._record(
-            estimate.strategy, estimate.bytes, estimate.seconds, verdict, reason, peak_is, estimate.split
-        )
-
-    def _judge_exactly(self, found: Prediction) -> None:
-        verdict, reason = "fits", found.in_words()
-        if found.peak.bytes > self.budget_bytes:
-            verdict = "does not fit"
-            if found.sum_bytes > self.budget_bytes:
-                where = moment(found.peak.phase, found.peak.where)
-                reason = f"{format_bytes(found.sum_bytes - self.budget_bytes)} too much {where}"
-        elif (excess := self._host_excess(found)) > 0:
-            verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
-        elif found.retries:
-            verdict = "tight"
-        size, step = found.peak.bytes, found.step
-        self._record(found.strategy, size, step.seconds, verdict, reason, "counted", step.split)
-
-    def record_failure(self, strategy: Strategy, error: Exception) -> None:
-        """Record a candidate whose dry run raised an error."""
-        self._record(strategy, 0, 0.0, UNKNOWN, printable(f"{type(error).__name__}: {error}"), "counted")
-
-    def _best_so_far(self) -> Iterator[str]:
-        """The best of those that fit, in words."""
-        fitting = (candidate for candidate in self.candidates.values() if candidate.verdict == "fits")
-        best = min(fitting, key=lambda c: c.peak_bytes if self.by_memory else c.step_seconds, default=None)
-        if best is not None:
-            yield f"best so far {best.line}, {format_seconds(best.step_seconds)}, {format_bytes(best.peak_bytes)}"
-
-    def _record(
-        self,
-        strategy: Strategy,
-        peak: int,
-        seconds: float,
-        verdict: str,
-        reason: str,
-        peak_is: PeakIs,
-        split: Mapping[str, float] | None = None,
-    ) -> None:
-        line = one_line(strategy, self.layout(strategy), self.recipe.batch_size)
-        self.candidates[strategy] = Candidate(
-            strategy, line, peak, seconds, verdict, reason, peak_is, split or {}
-        )
-
 
 def without_one_time_costs(strategy: Strategy) -> Strategy:
     """The strategy without values that cost seconds once, such as compiled blocks."""
     return strategy.with_values(**{s.key: s.default for s in SETTINGS if strategy[s] in s.once})
-
-
-def _exact(found: Prediction) -> Estimate:
-    ledger, step = found.peak.ledger, found.step
-    tensors = ledger.total - ledger.overhead - ledger.fragmentation
-    return Estimate(found.strategy, True, ledger.total, tensors, found.host.total, step.seconds, step.split)

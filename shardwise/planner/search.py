@@ -63,7 +63,7 @@ def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
         cluster=cluster.name,
         device=cluster.device.name,
         capacity_bytes=cluster.capacity_bytes,
-        reserve_bytes=predictor.reserve_bytes,
+        reserve_bytes=predictor.verdicts.reserve_bytes,
         parameters=chosen.parameters,
         peak=PlannedPeak(peak.bytes, chosen.rank, peak.phase, peak.where),
         ledger=peak.ledger,
@@ -73,7 +73,7 @@ def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
         candidates=compared_candidates(predictor, chosen),
         reasons=(*reasons(predictor, chosen), *scaling.scaling_sentences(recipe)),
         assumptions=(
-            *assumptions(cluster, predictor.reserve),
+            *assumptions(cluster, cluster.device.traits.reserve),
             *once_in_words(strategy),
             *emulated(strategy, cluster.device),
         ),
