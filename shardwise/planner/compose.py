@@ -1,14 +1,14 @@
 """Memory and time of a strategy, composed from shallow dry runs of others.
 
-A step has parts (technique/base.py): where the states are, what blocks keep for the backward pass, the loss. What
-techniques of two parts change adds up. So the *origin* of a strategy, which has only the settings of every part, is
+A step has parts (technique/base.py): where the states are, what blocks keep for the backward pass, the loss. Changes by
+techniques of two parts add up. So the *origin* of a strategy, which has only the settings of every part, is
 counted, and the origin with each part alone; the strategy is the origin and the sum of what its parts change:
 
     F = origin + (states alone - origin) + (activations alone - origin) + (loss alone - origin)
 
 It is taken for each kind of micro-batch, for the calls and for the highest moment of every block in every phase
 (planner/counts.py). A search over 4 stages of ZeRO x 3 kinds of recomputation x 2 losses makes 9 dry runs for each
-point instead of 24. A full dry run of the chosen strategy decides (planner/search.py): what is composed only proposes.
+point instead of 24. A full dry run of the chosen strategy decides (planner/search.py): a composed figure only proposes.
 
 ``alone`` takes the same figures from dry runs of the strategy itself.
 """

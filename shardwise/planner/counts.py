@@ -41,7 +41,7 @@ class NotLinear(Exception):
 
 
 class Point(NamedTuple):
-    """What is dry-run.
+    """One shallow dry run.
 
     Attributes:
         strategy: with a micro-batch size of 1.
@@ -220,8 +220,8 @@ class LinearCounts:
     def _groups(self) -> Mapping[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[str]]]:
         """By micro-batch: rows of the moments that the deeper model has, too; the group of each; the groups' names.
 
-        A group is a block in a phase, or a module outside of blocks with the block before it: what is before the
-        blocks holds other tensors than what is after them.
+        A group is a block in a phase, or a module outside of blocks with the block before it: the loss holds other
+        tensors before the backward pass of the blocks than after it.
         """
         common = set(_keys(self.deeper or self.base))
         rows: dict[int, list[int]] = {}
