@@ -2,7 +2,7 @@
 
 A step has parts (technique/base.py): where the states are, what blocks keep for the backward pass, the loss. Changes by
 techniques of two parts add up. So the *origin* of a strategy, which has only the settings of every part, is
-counted, and the origin with each part alone; the strategy is the origin and the sum of what its parts change:
+counted, and the origin with each part alone; the strategy is the origin plus the change by each part:
 
     F = origin + (states alone - origin) + (activations alone - origin) + (loss alone - origin)
 

@@ -128,7 +128,7 @@ def _bytes_per_parameter(
 def _state_bytes(
     recipe: Recipe, strategy: Strategy, node: Cluster, ranks: int, depth: int
 ) -> tuple[int, int, int]:
-    """The most bytes of weights, gradients and states of rank 0; and both numbers of parameters, of ``depth`` blocks."""
+    """The most bytes of weights, gradients and states of rank 0; both numbers of parameters of ``depth`` blocks."""
     model = recipe.model.model_copy(update={"layers": depth})
     blueprint = blueprint_of(recipe.model_copy(update={"model": model}))
     run = dry_run(recipe, blueprint, strategy, replace(node, devices_per_node=ranks))

@@ -60,7 +60,7 @@ class Verdicts:
 
     @property
     def reserve_bytes(self) -> int:
-        """What is left free of the capacity."""
+        """The part of the capacity that stays free."""
         return int(self.cluster.device.traits.reserve * self.cluster.capacity_bytes)
 
     @property
@@ -114,7 +114,7 @@ class Verdicts:
 
     @property
     def _fragments(self) -> bool:
-        """Whether the device's allocator keeps what is freed."""
+        """Whether the device's allocator keeps freed memory."""
         return TARGET_KERNELS[self.cluster.device.kind].caches
 
     def exclude(self, strategy: Strategy, least: int) -> None:
