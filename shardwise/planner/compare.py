@@ -17,7 +17,7 @@ from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.verdicts import UNKNOWN, Estimate
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Case, Technique, case_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Case, Technique, case_of, layout_of
 from shardwise.technique.base import Dividing
 
 _FRAGMENTATION = 1.1
@@ -82,7 +82,13 @@ def _near_values(technique: Technique, setting: Setting[Any], case: Case) -> Ite
     yield from setting.compared
     if isinstance(technique, Dividing) and isinstance(mine, int):
         listed = values or (1, mine, 2 * mine)  # some models are divided only if the recipe asks for it
-        degrees = sorted(value for value in listed if isinstance(value, int))
+        here = layout_of(case.strategy, case.world_size)
+        degrees = sorted(
+            value
+            for value in listed
+            if isinstance(value, int)
+            and layout_of(case.strategy.with_values(**{setting.key: value}), case.world_size) != here
+        )
         yield from (*[d for d in degrees if d < mine][-1:], *[d for d in degrees if d > mine][:1])
     yield from setting.last_resort[:1]
 
