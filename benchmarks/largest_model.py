@@ -28,7 +28,7 @@ from machine import described
 from shardwise.core.units import format_bytes, format_count
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.planner.predict import predict
+from shardwise.planner.predictor import Predictor
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
 
@@ -86,14 +86,13 @@ def recipe_for(
 def peak_of(values: dict[str, Any]) -> tuple[int, int]:
     """(predicted peak, parameters) of a recipe that pins its strategy."""
     recipe = recipe_of(values, SETTINGS)
-    found = predict(
-        recipe, blueprint_of(recipe), strategy_from(recipe.strategy), cluster_of(recipe.cluster), quick=True
-    )
-    return found.peak.bytes, found.parameters
+    predictor = Predictor(recipe, blueprint_of(recipe), cluster_of(recipe.cluster))
+    estimate = predictor.estimate(strategy_from(recipe.strategy), alone=True)
+    return estimate.bytes, sum(predictor.parameter_counts)
 
 
 def deepest(strategy: dict[str, Any], optimizer: dict[str, Any], gib: float) -> int:
-    """The most blocks whose plan fits: bisection over what quick predictions say."""
+    """The most blocks whose plan fits: bisection over what estimates say."""
     fits, too_deep = 1, DEEPEST
     while too_deep - fits > 1:
         layers = (fits + too_deep) // 2

@@ -7,7 +7,7 @@ read for ``reshard_after_forward=never`` (stage 2).
 
 Dry runs have the loss and the recomputation of the row's software (stacks.py, practised.py): both hold more or less
 than Shardwise's. Rows without stages are predicted by whole dry runs, with the allocator's replay. Those with stages
-are predicted quickly, without fragmentation. Of nanotron's sweeps all failures without stages are taken, every
+are predicted by shortened dry runs, without fragmentation. Of nanotron's sweeps all failures without stages are taken, every
 RAN-th of the others without stages, and every STAGED-th with stages.
 
 A failure counts as one of memory where the source says so, or where the same settings with a smaller micro-batch ran:
@@ -46,6 +46,7 @@ from shardwise.core.units import GiB
 from shardwise.hardware.allocator_options import VARIABLES
 from shardwise.model.open import blueprint_of
 from shardwise.planner.predictor import Predictor
+from shardwise.planner.ranks import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
 
@@ -200,7 +201,7 @@ def predicted(row: Row) -> dict[str, Any]:
     os.environ[VARIABLES[0]] = f"expandable_segments:{row.expandable}"
     cluster = cluster_for(run)
     predictor = Predictor(recipe, blueprint_of(recipe), cluster)
-    quick = run.pipeline > 1
+    whole = run.pipeline == 1
     strategy, began = strategy_from(settings), time.perf_counter()
     if not predictor.may_fit(strategy):
         peak = predictor.candidates[strategy].peak_bytes
@@ -211,17 +212,17 @@ def predicted(row: Row) -> dict[str, Any]:
         mock.patch.dict(os.environ, SHARDWISE_CACHE=folder),
     ):
         budget = predictor.budget_bytes
-        found = predictor.worst(strategy, quick=quick, budget=budget)
+        found = predict_worst(recipe, predictor.blueprint, strategy, cluster, budget=budget, whole=whole)
         more = held_in_addition(run, predictor, found.peak.ledger)
         if found.sum_bytes + more <= budget < found.peak.bytes + more:
             # The allocator's replay has less room: it may find enough by emptying its cache.
-            found = predictor.worst(strategy, quick=quick, budget=budget - more)
+            found = predict_worst(recipe, predictor.blueprint, strategy, cluster, budget=budget - more)
     reserved = found.peak.bytes + more - cluster.device.overhead.outside_allocator(found.run.communicators)
     if run.stack == SWEPT:
         reserved -= found.peak.ledger.fragmentation
     return {
         "gib": reserved / GiB,
-        "how": "quick" if quick else "full",
+        "how": "full" if whole else "shortened",
         "fits": predictor.fits(found) and found.peak.bytes + more <= budget,
         "ledger": {name: size / GiB for name, size in found.peak.ledger.as_dict().items() if size},
         "seconds": round(time.perf_counter() - began, 1),

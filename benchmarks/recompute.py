@@ -61,7 +61,7 @@ def planned(case: str, kind: str) -> dict[str, int]:
     recipe, settings = CASES[case]
     strategy = strategy_from({**settings, "activation_checkpointing": kind})
     cluster = cluster_of(recipe.cluster)
-    found = predict(recipe, blueprint_of(recipe), strategy, cluster, quick=True)
+    found = predict(recipe, blueprint_of(recipe), strategy, cluster)
     return {"peak_bytes": found.sum_bytes, "flops": found.cost.flops}
 
 

@@ -536,7 +536,7 @@ def recomputation(kinds: Sequence[str] = ACTIVATION_CHECKPOINTING.examples) -> s
         plain = 0
         for kind in kinds:
             pins = {**asked.strategy, "zero_stage": 3, "activation_checkpointing": kind}
-            found = predict(asked, blueprint, strategy_from(pins), cluster, quick=True)
+            found = predict(asked, blueprint, strategy_from(pins), cluster)
             plain = plain or found.cost.flops
             held = (found.peak.ledger.activations, found.peak.bytes)
             extra = f"{found.cost.flops / plain - 1:.1%}"
@@ -573,7 +573,7 @@ def activation_offload() -> str:
                     "activation_checkpointing": kind,
                     "offload": offload,
                 }
-                found = predict(asked, blueprint, strategy_from(pins), cluster, quick=True)
+                found = predict(asked, blueprint, strategy_from(pins), cluster)
                 held = (found.peak.ledger.activations, found.peak.bytes, found.host.total)
                 waits = [format_seconds(phase.exposed) for phase in offload_phases(found.cost, cluster)]
                 seconds = format_seconds(found.step.seconds)

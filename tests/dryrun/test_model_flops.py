@@ -13,7 +13,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import predict
 from shardwise.planner.timing import predicted_step_time
-from shardwise.planner.worst_rank import predict_worst
+from shardwise.planner.ranks import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.flops import FlopCounter
@@ -102,7 +102,7 @@ def test_mfu_does_not_count_recomputation_or_depend_on_the_strategy() -> None:
     peak = 2 * cluster.device.peak_flops("bf16")
     for settings in ({}, {"activation_checkpointing": "full"}):
         strategy = strategy_from({"precision": "bf16", **settings})
-        found = predict(asked, blueprint, strategy, cluster, quick=True)
+        found = predict(asked, blueprint, strategy, cluster)
         assert found.step.model_flops == counted(asked)
         assert found.step.mfu == pytest.approx(counted(asked) / peak / found.step.seconds)
 

@@ -1,7 +1,7 @@
 """Plans that cost less: without neighbours, and with dry runs that are made once per test process.
 
 A dry run is a function of frozen values: the recipe, the strategy, the kind and number of devices, the rank, the depth.
-The memory of the devices is not among them: it limits a plan, not a step.
+The memory of the devices and what the recipe pins are not among them: they limit a plan, not a step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from shardwise.dryrun.run import DryRun
 from shardwise.hardware.allocator_options import VARIABLES
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.planner import predict, search
+from shardwise.planner import counts, predict, search
 from shardwise.recipe.load import Recipe
+
+_OF_PLANS: Any = {"cluster": {"memory_gib", "host_memory_gib"}, "strategy": True, "plan": True}
 
 _made: dict[tuple[Any, ...], DryRun] = {}
 _dry_run = running.dry_run
@@ -34,7 +36,7 @@ def dry_run(
         return _dry_run(recipe, blueprint, strategy, cluster, **options)
     key = (
         type(blueprint),
-        recipe.model_dump_json(exclude={"cluster": {"memory_gib", "host_memory_gib"}}),
+        recipe.model_dump_json(exclude=_OF_PLANS),
         strategy,
         (cluster.device.name, cluster.nodes, cluster.devices_per_node),
         _whole(options),
@@ -54,7 +56,8 @@ def _whole(options: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.fixture
 def remembered_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans use them too."""
-    monkeypatch.setattr(predict, "dry_run", dry_run)
+    for module in (predict, counts):
+        monkeypatch.setattr(module, "dry_run", dry_run)
 
 
 @pytest.fixture

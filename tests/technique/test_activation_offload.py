@@ -17,6 +17,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner.explain import offload_in_words
 from shardwise.planner.predict import predict
+from shardwise.planner.predictor import Predictor
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.activations import SMALLEST, OffloadedBlocks
@@ -199,20 +200,16 @@ def test_what_a_budget_keeps_leaves_but_for_two_blocks() -> None:
         *(pytest.param(*some, marks=pytest.mark.long) for some in (("every:2", 0), ("budget:0.4", 3))),
     ],
 )
-def test_quick_predictions_are_full_ones_to_the_byte(kind: str, stage: int) -> None:
+def test_estimates_are_whole_dry_runs_to_the_byte(kind: str, stage: int) -> None:
     asked = recipe({**NATIVE, "layers": 10}, cluster={"preset": "4xH100-80GB"})
     strategy = strategy_from(
         {"zero_stage": stage, "offload": "activations", "activation_checkpointing": kind}
     )
-    quick, full = (
-        predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster), quick=quick)
-        for quick in (True, False)
-    )
-    assert (quick.sum_bytes, quick.host, quick.cost.transfers) == (
-        full.sum_bytes,
-        full.host,
-        full.cost.transfers,
-    )
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    estimate, whole = predictor.estimate(strategy, alone=True), predictor.confirm(strategy)
+    assert not estimate.exact
+    assert (estimate.bytes, estimate.host_bytes) == (whole.sum_bytes, whole.host.total)
+    assert estimate.seconds == pytest.approx(whole.step.seconds, rel=1e-6)
 
 
 def sentences(model: dict[str, Any], length: int, **settings: Any) -> list[str]:
@@ -220,7 +217,7 @@ def sentences(model: dict[str, Any], length: int, **settings: Any) -> list[str]:
     asked = recipe(model, length, 8, cluster={"preset": "8xH100-80GB"})
     cluster = cluster_of(asked.cluster)
     strategy = strategy_from({"precision": "bf16", "zero_stage": 3, "offload": "activations", **settings})
-    found = predict(asked, blueprint_of(asked), strategy, cluster, quick=True)
+    found = predict(asked, blueprint_of(asked), strategy, cluster)
     return list(offload_in_words(found, cluster))
 
 

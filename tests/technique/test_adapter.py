@@ -101,7 +101,7 @@ def test_training_takes_two_thirds_of_the_flops() -> None:
 def test_a_base_that_does_not_fit_fits_in_four_bits() -> None:
     """Llama 3 8B on one device of 16 GiB: in bf16 the weights alone are as much.
 
-    A strategy that is given whole, by quick predictions: the planner would dry-run 32 blocks of all that is near it.
+    A strategy that is given whole, in one dry run: the planner would look at all that is near it.
     """
     fits = {}
     for quantize in ("none", "nf4"):
@@ -115,7 +115,7 @@ def test_a_base_that_does_not_fit_fits_in_four_bits() -> None:
             strategy={"precision": "bf16", "activation_checkpointing": "full", "micro_batch_size": 1},
         )
         strategy, device = strategy_from(recipe.strategy), cluster_of(recipe.cluster)
-        found = predict(recipe, blueprint_of(recipe), strategy, device, quick=True)
+        found = predict(recipe, blueprint_of(recipe), strategy, device)
         fits[quantize] = found.peak.bytes <= device.capacity_bytes
     assert fits == {"none": False, "nf4": True}
 

@@ -16,6 +16,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import predict
+from shardwise.planner.predictor import Predictor
 from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -200,20 +201,19 @@ def test_no_other_value_does_better_with_as_much_memory(shape: str, other: str) 
 @pytest.mark.parametrize(
     ("kind", "layers"),
     [
-        ("every:2", 9),
+        ("every:2", 12),
         *(pytest.param(kind, 9, marks=LONG) for kind in ("budget:0.4", "selective", "full")),
-        pytest.param("every:3", 12, marks=LONG),
+        pytest.param("every:3", 18, marks=LONG),
     ],
 )
-def test_quick_predictions_are_full_ones_to_the_byte(kind: str, layers: int) -> None:
-    """Also where not all blocks are treated alike, or where the depth decides how."""
+def test_estimates_are_whole_dry_runs_to_the_byte(kind: str, layers: int) -> None:
+    """Also where not all blocks are treated alike."""
     asked = recipe({**DECODER, "layers": layers}, cluster={"preset": "1xH100-80GB"})
     strategy = strategy_from({"micro_batch_size": 4, "activation_checkpointing": kind})
-    quick, full = (
-        predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster), quick=quick)
-        for quick in (True, False)
-    )
-    assert (quick.sum_bytes, quick.cost.flops) == (full.sum_bytes, full.cost.flops)
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    estimate, whole = predictor.estimate(strategy, alone=True), predictor.confirm(strategy)
+    assert not estimate.exact and estimate.bytes == whole.sum_bytes
+    assert estimate.seconds == pytest.approx(whole.step.seconds, rel=1e-6)
 
 
 @pytest.mark.long

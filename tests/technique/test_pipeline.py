@@ -27,7 +27,8 @@ from shardwise.model.balance import Costs, blocks_per_stage
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
 from shardwise.planner.search import plan_for
-from shardwise.planner.worst_rank import predict_worst
+from shardwise.planner.predict import predict
+from shardwise.planner.ranks import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part
@@ -303,20 +304,19 @@ def test_of_many_micro_batches_a_few_cost_and_hold_what_all_do(schedule: str) ->
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=LONG)])
-def test_a_quick_prediction_of_a_stage_is_the_full_one(schedule: str) -> None:
-    """Over blocks and over micro-batches in flight at once, except for messages in flight when the pipeline is full."""
-    model = {"layers": 24, "width": 64, "heads": 2, "ffn": 96, "vocab": 256}
+def test_a_shortened_prediction_of_a_stage_is_the_whole_one(schedule: str) -> None:
+    """Over micro-batches in flight, except for messages in flight when the pipeline is full."""
+    model = {"layers": 8, "width": 64, "heads": 2, "ffn": 96, "vocab": 256}
     values = {"model": model, "data": {"sequence_length": 32}, "steps": 1, "batch_size": 6}
     recipe = recipe_of(values | {"cluster": {"devices_per_node": 4}}, SETTINGS)
     strategy = strategy_from({"pipeline_parallel": 4, "pipeline_schedule": schedule, "micro_batch_size": 1})
     blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
     for rank in (0, 3):
-        quick, full = (
-            predict_worst(recipe, blueprint, strategy, cluster, quick=how, ranks=[rank])
-            for how in (True, False)
+        short, whole = (
+            predict(recipe, blueprint, strategy, cluster, rank=rank, whole=how) for how in (False, True)
         )
-        assert quick.peak.bytes == pytest.approx(full.peak.bytes, rel=0.01)
-        assert quick.cost.flops == full.cost.flops
+        assert short.peak.bytes == pytest.approx(whole.peak.bytes, rel=0.01)
+        assert short.cost.flops == whole.cost.flops
 
 
 def test_a_plan_shows_the_worst_stage_and_predicts_all_of_them() -> None:

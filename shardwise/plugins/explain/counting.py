@@ -105,7 +105,7 @@ def counted_states(
         cluster = cluster_of(ClusterSpec(device="H100-80GB", nodes=nodes, devices_per_node=each))
         strategy = strategy_from({"zero_stage": stage, "precision": "bf16", "micro_batch_size": 1})
         asked = asked_recipe(model, tokens=tokens, batch=ranks)
-        found = predict(asked, blueprint, strategy, cluster, quick=True)
+        found = predict(asked, blueprint, strategy, cluster)
         ledgers = {phase: peak.ledger for phase, peak in found.peaks.items()}
         yield CountedState(
             stage,
