@@ -152,7 +152,8 @@ class _Walk:
         least = min(self.fragmentation.values(), default=0.0)
         lost = least * _LOST_BY_OTHERS if own is None else own * _LOST_BY_ALIKE
         lost = 0.0 if estimate.exact else lost
-        return self.predictor.fits(estimate) and estimate.bytes * (1 + lost) <= self.predictor.budget_bytes
+        needed = estimate.bytes + lost * estimate.tensors  # nothing is lost of the context's memory
+        return self.predictor.fits(estimate) and needed <= self.predictor.budget_bytes
 
     def _value(self, estimate: Estimate) -> float:
         return float(estimate.bytes) if self.predictor.by_memory else estimate.seconds
