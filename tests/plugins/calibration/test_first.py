@@ -97,7 +97,7 @@ def test_the_gpu_of_this_machine_is_measured(
         folder.mkdir(parents=True)
         (folder / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 16\n")
     here = first.gpus_here(tmp_path / "gpus")
-    assert here == {"H100-80GB"}
+    assert here == {"h100 80gb hbm3"}
     monkeypatch.setattr(first, "gpus_here", lambda: here)
     assert not asked(ClusterSpec(device="a100"))
     with monkeypatch.context() as hidden:
