@@ -707,6 +707,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "guard": guard,
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "scaling-law")},
     **{name: partial(measured, name) for name in ("time-accuracy", "memory-accuracy", "scaling-curves")},
+    "annotated-runs": partial(measured, "annotated-runs"),
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "loss": partial(measured, "loss-cpu"),
     "clock": partial(measured, "clock-cpu"),
