@@ -35,9 +35,6 @@ from shardwise.hardware.this_machine import cpu_profile
 MOST_DEVICES = 1_000_000
 """Of a cluster."""
 
-DEVICE_NAMES: tuple[str, ...] = ("cpu", *PROFILES)
-"""Full names that `cluster.device`, and `cluster.preset` after the count, accept."""
-
 _PRESET = re.compile(r"(?:([0-9]{1,7})\s*[xX×]\s*)?(?:([0-9]{1,7})\s*[xX×]\s*)?([A-Za-z0-9].*)", re.ASCII)
 _MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct")
 
@@ -223,7 +220,8 @@ def device_profile(name: str) -> DeviceProfile | None:
         return PROFILES[full[word]]
     near = difflib.get_close_matches(word, ["cpu", *full], n=1, cutoff=0.5)
     meant = f"did you mean {full.get(near[0], near[0])!r}? " if near else ""
-    raise ValueError(f"unknown device {name[:40]!r}; {meant}known: {', '.join(DEVICE_NAMES)}")
+    known = "docs/reference/presets.md lists the names; for another, name a file such as my-card.toml"
+    raise ValueError(f"unknown device {name[:40]!r}; {meant}{known}")
 
 
 def parse_preset(text: str) -> tuple[int, int, DeviceProfile | None]:

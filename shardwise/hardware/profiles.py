@@ -158,6 +158,8 @@ def _check_words(words: Mapping[str, Any]) -> None:
     devices = words["node_devices"]
     if type(devices) is not int or devices < 1:
         raise ValueError(f"node_devices must be a whole number above 0, found {devices!r}")
+    if words["topology"] == "mesh" and devices == 1:
+        raise ValueError("node_devices must be at least 2 in a mesh, whose links it divides, found 1")
     for key in _NAME_LISTS:
         names = words[key]
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):

@@ -72,6 +72,11 @@ def test_a_file_is_read_on_first_access(tmp_path: Path) -> None:
         ("node_devices = 8\n", "", "node_devices is missing"),
         ("node_devices = 8", "node_devices = 0", "node_devices must be a whole number above 0, found 0"),
         ("node_devices = 8", "node_devices = true", "node_devices must be a whole number above 0"),
+        (
+            'topology = "switch"  # switch | mesh | host\nnode_devices = 8',
+            'topology = "mesh"\nnode_devices = 1',
+            "node_devices must be at least 2 in a mesh",
+        ),
         ('["h100"]', '"h100"', "short_names must be a list of names, found 'h100'"),
         ("gib = 79.10", "gib = 1e300", r"memory\.gib must be at most 1e\+12, found 1e\+300"),
         ("gib = 79.10", f"gib = 1{'0' * 400}", r"memory\.gib must be at most 1e\+12"),
