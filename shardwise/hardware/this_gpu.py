@@ -2,8 +2,8 @@
 
 A GPU without a profile is described from CUDA's figures: memory, multiprocessors and clocks. A multiprocessor of a
 generation computes as many operations per clock as on the generation's profile, of which it also takes efficiencies and
-overheads. Cards of one generation differ; those of these profiles have the lower rates. What CUDA does not report is
-assumed low: peers are reached over PCIe and the host.
+overheads. Cards of one generation differ: the profile is a GeForce where there is one, whose rates are low. What CUDA
+does not report is assumed low: peers are reached over PCIe and the host.
 
 The file is a profile as a user writes it. It is in the folder of cached files, and each call writes it anew.
 """
