@@ -290,10 +290,11 @@ def devices() -> str:
         for name, p in PROFILES.items():
             flops = (f"{p.flops[dtype] / 1e12:g}" if dtype in p.flops else "–" for dtype in RATED_DTYPES)
             rates = (p.memory_bandwidth, p.link_bandwidth, p.network_bandwidth)
-            yield code(name), format_bytes(p.memory_bytes), *flops, *(format_rate(r, "B") for r in rates)
+            sizes = (format_bytes(p.memory_bytes), *flops, *(format_rate(r, "B") for r in rates))
+            yield code(name), p.kind, *sizes
 
-    head = ("device", "memory", *RATED_DTYPES, "memory bandwidth", "link", "network")
-    return table(head, rows(), "l" + "r" * (len(head) - 1))
+    head = ("device", "kind", "memory", *RATED_DTYPES, "memory bandwidth", "link", "network")
+    return table(head, rows(), "ll" + "r" * (len(head) - 2))
 
 
 def overheads() -> str:
@@ -706,6 +707,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "guard": guard,
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "scaling-law")},
     **{name: partial(measured, name) for name in ("time-accuracy", "memory-accuracy", "scaling-curves")},
+    "annotated-runs": partial(measured, "annotated-runs"),
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "loss": partial(measured, "loss-cpu"),
     "clock": partial(measured, "clock-cpu"),

@@ -117,6 +117,25 @@ def test_a_refused_recipe_is_read_once(recipe_file: Path, monkeypatch: pytest.Mo
         read_request(recipe_file, ["strategy.tensor_parallel=4"])
 
 
+def test_a_device_that_is_plan_only_is_planned_and_not_trained(recipe_file: Path, tmp_path: Path) -> None:
+    recipe, cluster = read_request(recipe_file, ["cluster.device=m3-max", "cluster.devices_per_node=1"])
+    made = planning.make_plan(recipe, cluster)
+    assert made.fits and not made.calibration_offer
+    assert any(sentence.startswith("plan only: ") for sentence in made.assumptions)
+
+    def ranks(processes: int, arguments: Sequence[str], logs: Path) -> None:
+        raise AssertionError("a rank is started")
+
+    said = r"M3-Max-128GB is plan only \(cluster\): torch.distributed has no backend for mps; train on a CUDA"
+    with pytest.raises(RecipeError, match=said):
+        training.train_in_folder(recipe, cluster, tmp_path / "run", ranks, plan=made)
+    with pytest.raises(RecipeError, match=said):
+        verifying.verify_plan(recipe, cluster, ranks, plan=made)
+    with pytest.raises(RecipeError, match=said), api.session(recipe, made):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("sizes", [[2], [2, 1]], ids=["halved", "final"])
 def test_the_ranks_start_again_after_an_oom(
     sizes: list[int], recipe_file: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

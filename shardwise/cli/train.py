@@ -14,7 +14,7 @@ import typer
 from shardwise.cli.common import Overrides, RecipeArgument, next_lines, path_option, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-from shardwise.jobs.request import measured_cluster, read_request
+from shardwise.jobs.request import measured_cluster, read_request, refuse_plan_only
 from shardwise.launch.placement import launched_by
 
 
@@ -35,6 +35,7 @@ def command(
             "--out is missing", where="command line", fix="give the folder of the run: --out DIR"
         )
     wanted, cluster = read_request(recipe, overrides or [])
+    refuse_plan_only(cluster)
     if (placement := launched_by()) is None:
         from shardwise.jobs.training import train_in_folder
         from shardwise.launch.launcher import preloaded_run

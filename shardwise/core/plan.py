@@ -38,6 +38,9 @@ StrategyValues = Annotated[
     Strategy, written_as(dict[str, Any], Strategy, lambda strategy: dict(strategy.values))
 ]
 
+PLAN_ONLY = "plan only"
+"""Begins the assumption of a plan for devices on which Shardwise cannot train."""
+
 
 def _axes_by_name(degrees: Mapping[str, int]) -> Layout:
     """Axes without properties; ``read_plan`` replaces them by those of the techniques."""
@@ -303,8 +306,8 @@ class Plan:
 
     @property
     def calibration_offer(self) -> str:
-        """The line that offers a measurement of this machine; "" for a plan that used one."""
-        if any("measured on" in sentence for sentence in self.assumptions):
+        """The line that offers a measurement of this machine; "" for a plan that used one, or is plan only."""
+        if any("measured on" in sentence or PLAN_ONLY in sentence for sentence in self.assumptions):
             return ""
         measure = "run `shardwise doctor --calibrate` to measure this machine"
         return f"the plan used assumed speeds of {self.device}: {measure}"

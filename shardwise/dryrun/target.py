@@ -5,7 +5,7 @@ Some operations then save other tensors for the backward pass: the CPU decompose
 its input), attention runs a CPU kernel, dropout saves a wider mask, and optimizers of torch loop over parameters. For
 CUDA and ROCm, this module substitutes the kernels of the device. An 8-bit operator is one kernel on those devices. The
 CPU emulates it, and the operations of the emulation are counted. Collectives differ too: gloo copies the tensors that
-it gathers or scatters.
+it gathers or scatters. MPS computes attention in parts, with saved scores; its other operations save what the CPU's do.
 
 The key of the table is the device named in the recipe's *cluster*, so a laptop can plan for an H100.
 """
@@ -36,6 +36,7 @@ from shardwise.runtime.torch_private import (
     eigenvectors_of,
     flash_attention,
     foreach_by_default,
+    math_attention,
     scoped_kernels,
     tree_iter,
 )
@@ -165,21 +166,52 @@ torch.library.register_fake("shardwise::rms_norm_backward", _rms_norm_backward, 
 
 @contextmanager
 def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
-    """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout; ROCm's have the same names.
-
-    The kernels are registered at the dispatcher's autograd key, so they apply to every call of these operations, in the
-    forward pass and in recomputation.
-    """
+    """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout; ROCm's have the same names."""
     kernels: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": _cuda_attention,
         "rms_norm": _fused_rms_norm,
         "dropout": _fused_dropout,
     }
+    with foreach_by_default(), _substituted(kernels, device_type, {}):
+        yield
+
+
+@contextmanager
+def mps_kernels(processes: int) -> Iterator[None]:
+    """Make the dispatcher call MPS's kernels: attention in parts, for which autograd saves the scores."""
+    with _substituted({"scaled_dot_product_attention": _attention_in_parts}, "mps", EMULATED):
+        yield
+
+
+@contextmanager
+def _substituted(
+    kernels: Mapping[str, Callable[..., Any]], device_type: str, emulated: Mapping[str, Callable[..., Any]]
+) -> Iterator[None]:
+    """Register kernels at the dispatcher's autograd key.
+
+    So they apply to every call of these operations, in the forward pass and in recomputation.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        parts = _Parts({**DECOMPOSITIONS, **_SOLVERS, **CTC})
-        with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), foreach_by_default(), parts:
+        parts = _Parts({**DECOMPOSITIONS, **emulated, **_SOLVERS, **CTC})
+        with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), parts:
             yield
+
+
+def _attention_in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch's dispatcher takes on MPS where a gradient is needed."""
+    return math_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _fused_rms_norm(
@@ -273,6 +305,7 @@ def _cpu_kernels(processes: int) -> _Parts:
 TARGET_KERNELS: dict[str, TargetKernels] = {
     "cpu": TargetKernels(_cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": TargetKernels(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
+    "mps": TargetKernels(mps_kernels, _no_workspace, _nothing_kept),
     "rocm": TargetKernels(
         partial(cuda_kernels, device_type="rocm"), _no_workspace, _nothing_kept, caches=True
     ),

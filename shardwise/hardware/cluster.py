@@ -1,7 +1,8 @@
 """The hardware a plan is for: the device, the number of devices and nodes, and the bandwidth of process groups.
 
 Names of clusters: `8xH100-80GB` is eight devices in one node, `16384xH100-80GB` is 2,048 such nodes,
-`4x16xV100-32GB` is four nodes of sixteen, `h100` alone is one device. `cpu` is this machine.
+`4x16xV100-32GB` is four nodes of sixteen, `h100` alone is one device. `cpu` is this machine. `cluster.device` may also
+be a user's TOML file with the tables of a profile.
 
 Ranks are numbered node by node. A group of `degree` ranks, `stride` apart, is inside one node or spans several.
 `Cluster.link` gives its bandwidth and latency:
@@ -24,14 +25,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import path_of
 from shardwise.core.units import GiB
 from shardwise.hardware.device import DeviceProfile, Latency
 from shardwise.hardware.measured_gpu import with_measured
-from shardwise.hardware.profiles import PROFILES
+from shardwise.hardware.profiles import OWN, PROFILES, read_own_profile
 from shardwise.hardware.this_machine import cpu_profile
-
-DEVICE_NAMES: tuple[str, ...] = ("cpu", *PROFILES)
-"""Full names that `cluster.device`, and `cluster.preset` after the count, accept."""
 
 MOST_DEVICES = 1_000_000
 """Of a cluster."""
@@ -203,7 +202,12 @@ def _tree_seconds(step: Latency, members: int, nodes: int) -> float:
 
 
 def device_profile(name: str) -> DeviceProfile | None:
-    """The profile of an accelerator by full or short name; None for `cpu`. Raises ValueError with a message."""
+    """The profile of an accelerator by full or short name, or in a user's file; None for `cpu`.
+
+    Raises ValueError with a message.
+    """
+    if name.endswith(OWN):
+        return read_own_profile(path_of(name))
     word = re.sub(r"[\s_]+", "-", name.strip().lower())
     for maker in _MAKERS:
         word = word.removeprefix(f"{maker}-")
@@ -216,7 +220,8 @@ def device_profile(name: str) -> DeviceProfile | None:
         return PROFILES[full[word]]
     near = difflib.get_close_matches(word, ["cpu", *full], n=1, cutoff=0.5)
     meant = f"did you mean {full.get(near[0], near[0])!r}? " if near else ""
-    raise ValueError(f"unknown device {name[:40]!r}; {meant}known: {', '.join(DEVICE_NAMES)}")
+    known = "docs/reference/presets.md lists the names; for another, name a file such as my-card.toml"
+    raise ValueError(f"unknown device {name[:40]!r}; {meant}{known}")
 
 
 def parse_preset(text: str) -> tuple[int, int, DeviceProfile | None]:
@@ -228,6 +233,10 @@ def parse_preset(text: str) -> tuple[int, int, DeviceProfile | None]:
     if match is None:
         raise ValueError(f"expected COUNTxDEVICE such as 8xH100-80GB, found {text[:40]!r}")
     first, second, name = match.groups()
+    if name.endswith(OWN):
+        raise ValueError(
+            f"a preset names no file; write cluster: {{device: {name}, devices_per_node: {first or 1}}}"
+        )
     counts = [int(count) for count in (first, second) if count is not None]
     device = device_profile(name)
     if 0 in counts:
@@ -247,10 +256,16 @@ def parse_preset(text: str) -> tuple[int, int, DeviceProfile | None]:
 
 def recognise(reported: str) -> DeviceProfile | None:
     """The profile of a device by the name that its driver reports (`NVIDIA H100 80GB HBM3`); None if unknown."""
+    word = without_maker(reported)
+    return next((profile for profile in PROFILES.values() if word in profile.reported), None)
+
+
+def without_maker(reported: str) -> str:
+    """A driver's name of a device as profiles have it: `h100 80gb hbm3`."""
     word = reported.strip().lower()
     for maker in _MAKERS:
         word = word.removeprefix(f"{maker} ")
-    return next((profile for profile in PROFILES.values() if word in profile.reported), None)
+    return word
 
 
 def cluster_of(request: ClusterRequest) -> Cluster:

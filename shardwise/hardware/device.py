@@ -22,7 +22,7 @@ from shardwise.hardware.measured import MeasuredSpeeds
 
 RATED_DTYPES: tuple[str, ...] = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 
-_FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
+_FALLBACK = {"fp64": "fp32", "fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
 """The dtype that a device computes in when it has no hardware support for the key."""
 
 
@@ -117,7 +117,7 @@ class DeviceProfile:
     """One kind of device.
 
     Attributes:
-        kind: cpu | cuda | rocm.
+        kind: cpu | cuda | rocm | mps.
         topology: how devices of one node are connected. ``switch``: each pair at the full link bandwidth
             (NVSwitch, host memory). ``mesh``: the link bandwidth is the sum of the links to all others, so a
             group of n uses n-1 of them. ``host``: over PCIe and the CPU.
@@ -128,6 +128,7 @@ class DeviceProfile:
         host_memory_bandwidth: bytes/s, read plus written, of that memory, per device.
         disk_bandwidth: bytes/s to and bytes/s from a local disk, per device.
         reported: names that drivers report for the device, in lower case, without the vendor.
+        file: the user's file with the profile; "" for a profile of this package.
         source: figure -> where it comes from.
         measured: speeds by shape and size that were measured on this device; None where the time model has to use
             the peaks.
@@ -154,6 +155,7 @@ class DeviceProfile:
     overhead: Overhead
     reported: tuple[str, ...]
     source: Mapping[str, str] = field(hash=False, repr=False)
+    file: str = ""
     measured: MeasuredSpeeds | None = field(default=None, hash=False, repr=False)
     measured_on: str = ""
     tiles: Tiles = Tiles()
@@ -182,6 +184,14 @@ class DeviceProfile:
     def supports(self, dtype: str) -> bool:
         """Whether the device has hardware support for ``dtype``."""
         return dtype in self.flops
+
+    @property
+    def calibrated_as(self) -> str:
+        """The name under which speeds that were measured on this device are stored; "" if its driver's is not known.
+
+        Files of users may have one name and describe different devices.
+        """
+        return next(iter(self.reported), "") if self.file else self.name
 
     @property
     def emulates(self) -> bool:

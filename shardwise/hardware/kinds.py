@@ -29,7 +29,9 @@ class DeviceKind:
             for 8,192 tokens of 4,096 channels. The sizes of context and communicators are table values, and real
             ones vary.
         allocator: the settings that runs have unless a variable of the environment names others.
-        spread: the devices among which predictions were compared with published runs (planner/accuracy.toml).
+        spread: the devices among which predictions were compared with published runs (planner/accuracy.toml); "" for
+            none.
+        plan_only: whether Shardwise plans for it and cannot train on it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class DeviceKind:
     reserve: float
     allocator: str
     spread: str
+    plan_only: bool = False
 
 
 _CUDA = DeviceKind("cuda", "cuda", "nccl", False, True, 0.02, "expandable_segments:True", "accelerator")
@@ -49,6 +52,8 @@ DEVICE_KINDS: Mapping[str, DeviceKind] = {
     "cuda": _CUDA,
     # Expandable segments leave one segment per stream and pool, with fewer fragments; on ROCm they are newer.
     "rocm": replace(_CUDA, name="rocm", allocator=""),
+    # Apple's GPUs. torch.distributed has no collectives for them.
+    "mps": DeviceKind("mps", "mps", "", False, False, 0.0, "", "", plan_only=True),
 }
 
 HOST = DEVICE_KINDS["cpu"]

@@ -1,13 +1,15 @@
 """Speeds of the kernels of a GPU that ``shardwise doctor --calibrate`` measured on this machine.
 
-They are kept by device profile, in a file next to the CPU's. Plans for the device use them in place of peaks,
-for any number of devices: a GPU shares nothing with others while its kernels run. A file of another version of torch,
-or one that cannot be read, is ignored without a message, because a plan must not fail over optional speeds.
+They are stored by device (``DeviceProfile.calibrated_as``), in a file next to the CPU's. Plans for the device use them
+in place of peaks, for any number of devices: a GPU shares nothing with others while its kernels run. A file of another
+version of torch, or one that cannot be read, is ignored without a message, because a plan must not fail over optional
+speeds.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,8 +36,8 @@ class GpuCalibration:
 
 
 def gpu_file(device: str) -> Path:
-    """The file of a device profile's name."""
-    return cache_folder() / f"{device}.json"
+    """The file of a device; a driver's name may have characters that a file name has not."""
+    return cache_folder() / f"{re.sub(r'[^A-Za-z0-9.]+', '-', device)}.json"
 
 
 def write_gpu(calibration: GpuCalibration) -> Path:
@@ -50,10 +52,11 @@ def write_gpu(calibration: GpuCalibration) -> Path:
 
 def with_measured(profile: DeviceProfile) -> DeviceProfile:
     """The profile with the speeds that were measured here; the same profile if there are none."""
+    device = profile.calibrated_as
     try:
-        found = checked(gpu_file(profile.name).read_bytes(), GpuCalibration)
+        found = checked(gpu_file(device).read_bytes(), GpuCalibration)
     except (OSError, ValidationError):
         return profile
-    if (found.device, found.torch, found.version) != (profile.name, torch_version(), TABLES_VERSION):
+    if (found.device, found.torch, found.version) != (device, torch_version(), TABLES_VERSION):
         return profile
     return replace(profile, measured=found.speeds, measured_on=found.day)

@@ -4,17 +4,22 @@ To add a device, copy a file and change its figures; the file's name is the devi
 Where several reports of a figure differ, the file has the lowest. A figure without a public source says "assumed".
 Figures measured on the machine itself are better: ``shardwise doctor --calibrate``.
 
+A user's own file has the same tables. With ``like = "NAME"`` it takes those that it leaves out from that device.
+
 Refused: PyTorch's own tables. ``torch._inductor.analysis.device_info`` lists eleven times the L4's memory bandwidth and
 lacks most of these devices; ``torch.utils._runtime_estimation`` assumes 150 % of peak.
 """
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.paths import missing
 from shardwise.core.units import GiB, MiB
 from shardwise.hardware.device import (
     RATED_DTYPES,
@@ -29,7 +34,15 @@ from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind
 
 PROFILES_FOLDER = Path(__file__).with_name("profiles")
 
-_WORD_KEYS = ("kind", "topology", "node_devices", "short_names", "reported")
+OWN = ".toml"
+"""How the name of a user's own profile ends."""
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "kind": tuple(name for name, kind in DEVICE_KINDS.items() if not kind.is_host),
+    "topology": ("switch", "mesh", "host"),
+}
+_NAME_LISTS = ("short_names", "reported")
+_LARGEST = 1e12
 _RATE_KEYS = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "disk_bandwidth")
 _EFFICIENCIES = tuple(Efficiency.__dataclass_fields__)
 _OVERHEADS = ("context", "communicator", "workspace")
@@ -42,6 +55,7 @@ _PROTOCOL = (
 )
 _LAUNCHES = ("floor", "kernel", "collective")
 
+_OUTER = ("efficiency", "overhead")
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "memory": ("memory_bytes", ("gib",)),
     "flops": ("flops", tuple(f"{dtype}_tera_per_s" for dtype in RATED_DTYPES)),
@@ -92,45 +106,101 @@ def read_profile(path: Path) -> tuple[DeviceProfile, tuple[str, ...]]:
     """The profile in a file, and the short names of the device.
 
     Raises:
-        ValueError: for a missing, unknown or malformed key, naming the file and the key.
+        ValueError: for a file that cannot be read, or a missing, unknown or malformed key. It names file and key.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        words = {key: tables.pop(key) for key in _WORD_KEYS}
+        tables = _completed(tomllib.loads(path.read_text(encoding="utf-8")))
+        words = {key: tables.pop(key) for key in (*_CHOICES, "node_devices", *_NAME_LISTS)}
+        _check_words(words)
         numbers, sources = _flattened(tables)
-        return _profile(path.stem, words, numbers, sources), tuple(map(str, words["short_names"]))
-    except KeyError as missing:
-        raise ValueError(f"{path}: {missing.args[0]} is missing") from None
-    except (AttributeError, TypeError, ValueError) as problem:
+        return _profile(path.stem, words, numbers, sources), tuple(words["short_names"])
+    except KeyError as key:
+        raise ValueError(f"{path}: {key.args[0]} is missing") from None
+    except FileNotFoundError:
+        raise ValueError(f"{path}: {missing(str(path))}") from None
+    except OSError as problem:
+        raise ValueError(f"{path}: {problem.strerror}") from None
+    except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from problem
+
+
+def read_own_profile(path: Path) -> DeviceProfile:
+    """The profile in a user's file; its name is that of the file. Raises ValueError as ``read_profile``."""
+    return replace(read_profile(path)[0], name=path.name, file=str(path))
+
+
+def _completed(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a file, with those of the device that it is ``like``. Raises ValueError."""
+    if (name := tables.pop("like", None)) is None:
+        return tables
+    if name not in list(PROFILES):
+        raise ValueError(f"like must be one of {', '.join(PROFILES)}, found {name!r}")
+    base = tomllib.loads((PROFILES_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    for outer in _OUTER:
+        base[outer] = _as_on(name, base[outer]) | _table(outer, tables.pop(outer, {}))
+    return _as_on(name, base) | dict.fromkeys(_NAME_LISTS, ()) | tables
+
+
+def _as_on(name: str, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables of another device, which their sources say."""
+    sourced = {key for key, table in tables.items() if isinstance(table, dict) and "source" in table}
+    return {
+        key: {**table, "source": f"as on {name}: {table['source']}"} if key in sourced else table
+        for key, table in tables.items()
+    }
+
+
+def _check_words(words: Mapping[str, Any]) -> None:
+    """Raise ValueError for a malformed word at the head of a file."""
+    for key, choices in _CHOICES.items():
+        if words[key] not in choices:
+            raise ValueError(f"{key} must be one of {', '.join(choices)}, found {words[key]!r}")
+    devices = words["node_devices"]
+    if type(devices) is not int or devices < 1:
+        raise ValueError(f"node_devices must be a whole number above 0, found {devices!r}")
+    if words["topology"] == "mesh" and devices == 1:
+        raise ValueError("node_devices must be at least 2 in a mesh, whose links it divides, found 1")
+    for key in _NAME_LISTS:
+        names = words[key]
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{key} must be a list of names, found {names!r}")
 
 
 def _flattened(tables: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
     """Numbers by ``table.key``, and sources by figure. Raises KeyError or ValueError."""
-    for outer in ("efficiency", "overhead"):
-        tables |= {f"{outer}.{inner}": table for inner, table in tables.pop(outer).items()}
+    for outer in _OUTER:
+        tables |= {f"{outer}.{inner}": table for inner, table in _table(outer, tables.pop(outer)).items()}
     numbers, sources = dict[str, float](), dict[str, str]()
     if unknown := tables.keys() - _TABLES.keys():
         raise ValueError(f"{min(unknown)} is unknown")
     for name, (figure, keys) in _TABLES.items():
-        table = tables[name]
+        table = _table(name, tables[name])
+        if "source" not in table:
+            raise KeyError(f"{name}.source")
         sources[figure] = str(table.pop("source"))
         for key, value in table.items():
             if key not in keys:
                 raise ValueError(f"{name}.{key} is unknown; expected {', '.join(keys)}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"{name}.{key} must be a positive number, found {value!r}")
+            if value > (most := 1 if key.endswith("fraction") else _LARGEST):
+                raise ValueError(f"{name}.{key} must be at most {most:g}, found {value!r:.40}")
             numbers[f"{name}.{key}"] = value
     return numbers, sources
+
+
+def _table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a table, found {value!r}")
+    return value
 
 
 def _profile(
     name: str, words: Mapping[str, Any], numbers: Mapping[str, float], sources: Mapping[str, str]
 ) -> DeviceProfile:
     """The profile in bytes, FLOP/s and seconds. Raises KeyError for a number that is missing."""
-    for key, choices in (("kind", ("cuda", "rocm")), ("topology", ("switch", "mesh", "host"))):
-        if words[key] not in choices:
-            raise ValueError(f"{key} must be one of {', '.join(choices)}, found {words[key]!r}")
+    if "flops.fp32_tera_per_s" not in numbers:  # the dtype that the others fall back on
+        raise KeyError("flops.fp32_tera_per_s")
     flops = {dtype: numbers.get(f"flops.{dtype}_tera_per_s") for dtype in RATED_DTYPES}
     overhead = {f"{each}_bytes": int(MiB * numbers[f"overhead.{each}.mib"]) for each in _OVERHEADS}
     devices = words["node_devices"]
@@ -150,7 +220,7 @@ def _profile(
             **{efficiency: numbers[f"efficiency.{efficiency}.fraction"] for efficiency in _EFFICIENCIES}
         ),
         overhead=Overhead(**overhead),
-        reported=tuple(map(str, words["reported"])),
+        reported=tuple(words["reported"]),
         source=sources,
         tiles=Tiles(int(numbers["tiles.units"]), numbers["tiles.inner"]),
         launch=Launch(**{launch: numbers[f"launch.{launch}_seconds"] for launch in _LAUNCHES}),

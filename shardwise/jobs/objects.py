@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.user_objects import GIVEN
-from shardwise.hardware.cluster import recognise
+from shardwise.hardware.this_gpu import device_here
 from shardwise.model.object_model import GivenModel
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -91,7 +91,7 @@ def with_callbacks(given: Given, callbacks: Sequence[object]) -> Given:
 def cluster_named(cluster: str | Mapping[str, Any]) -> Mapping[str, Any]:
     """The section ``cluster`` of a recipe: auto is this machine, with all of its GPUs if it has any.
 
-    Raises RecipeError for a GPU that no profile describes.
+    Raises RecipeError for a GPU of a generation that no profile describes.
     """
     if not isinstance(cluster, str):
         return cluster
@@ -99,12 +99,7 @@ def cluster_named(cluster: str | Mapping[str, Any]) -> Mapping[str, Any]:
         return {"preset": cluster}
     if not torch.cuda.is_available():
         return {"device": "cpu"}
-    reported = torch.cuda.get_device_name(0)
-    profile = recognise(reported)
-    if profile is None:
-        fix = "give cluster={'device': NAME, 'memory_gib': ...} with a device of docs/reference/presets.md"
-        raise RecipeError("this GPU has no profile", where="cluster: auto", why=reported, fix=fix)
-    return {"device": profile.name, "devices_per_node": torch.cuda.device_count()}
+    return {"device": device_here(), "devices_per_node": torch.cuda.device_count()}
 
 
 def _optimizer_section(optimizer: Any, objects: dict[str, object]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.recipe.load import read_recipe
@@ -39,6 +40,18 @@ def read_request(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, C
     refuse_broken(recipe, cluster.world_size, where)
     refuse_unsupported(recipe.strategy, cluster.device, where)
     return recipe, cluster
+
+
+def refuse_plan_only(cluster: Cluster) -> None:
+    """Raise RecipeError where Shardwise cannot train on the cluster's devices."""
+    device = cluster.device
+    if device.traits.plan_only:
+        raise RecipeError(
+            f"{device.name} is plan only",
+            where="cluster",
+            why=f"torch.distributed has no backend for {device.traits.torch_type}",
+            fix="train on a CUDA or ROCm device, or with cluster.device=cpu",
+        )
 
 
 def measured_cluster(recipe: Recipe) -> Cluster:

@@ -24,7 +24,7 @@ from shardwise.engine.step import StepResult, end_step
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan, refuse_unfit
-from shardwise.jobs.request import measured_cluster
+from shardwise.jobs.request import measured_cluster, refuse_plan_only
 from shardwise.launch.placement import launched_by
 from shardwise.launch.process import join
 from shardwise.model.blueprint import Batch
@@ -151,6 +151,7 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
         RecipeError: the recipe, the plan, or the number of processes does not fit.
         ResourceError: the plan does not fit the memory.
     """
+    refuse_plan_only(cluster_of(recipe.cluster))
     recipe = with_steps(with_date(recipe))
     if dist.is_initialized():
         if plan is None:

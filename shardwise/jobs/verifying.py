@@ -11,7 +11,7 @@ from shardwise.data import check_data
 from shardwise.data.epochs import with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import make_plan, refuse_unfit
-from shardwise.jobs.request import RunWorkers
+from shardwise.jobs.request import RunWorkers, refuse_plan_only
 from shardwise.recipe.sections import Recipe
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def verify_plan(
         ShardwiseError: the data or the plan was refused, or what ``run_workers`` raises; the logs are kept
             then, unless a signal stopped it.
     """
+    refuse_plan_only(cluster)
     progress("reading the data")
     recipe = with_date(recipe)
     check_data(recipe)

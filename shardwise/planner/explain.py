@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardwise.core.answer import TELLS
+from shardwise.core.plan import PLAN_ONLY
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes, format_percent, format_seconds
 from shardwise.hardware.allocator_options import options_in
@@ -126,6 +127,8 @@ def assumptions(cluster: Cluster, reserve: float) -> Iterator[str]:
         if options.ignored:
             yield f"allocator settings that are not modelled: {', '.join(options.ignored)}"
     yield seconds_from(cluster)
+    if cluster.device.traits.plan_only:
+        yield f"{PLAN_ONLY}: Shardwise cannot train on {cluster.device.name}, and no run was compared with this plan"
 
 
 def seconds_from(cluster: Cluster) -> str:
@@ -134,9 +137,10 @@ def seconds_from(cluster: Cluster) -> str:
     if device.measured is None and device.traits.is_host:
         return "seconds are assumed: this CPU was not measured; shardwise doctor --calibrate measures it"
     if device.measured is None:
+        figures = f" ({device.source['flops']})" if device.file else ""
         return (
-            f"seconds come from the time model with the figures of {device.name}; it is compared with published"
-            " runs in docs/reference/accuracy.md, and not measured here"
+            f"seconds come from the time model with the figures of {device.file or device.name}{figures}; it is"
+            " compared with published runs in docs/reference/accuracy.md, and not measured here"
         )
     if not device.traits.is_host:
         return f"seconds of kernels were measured on {device.measured_on}, on a {device.name} of this machine"

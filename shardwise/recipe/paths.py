@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.core.paths import PathBase, path_of
 from shardwise.core.strategy import FolderForm, Setting
+from shardwise.hardware.profiles import OWN
 from shardwise.recipe.yaml_source import KeyPath, YamlDocument
 
 Locate = Callable[[PathBase, str], str]
@@ -22,6 +23,7 @@ _PATHS: dict[KeyPath, Locate] = {
     ("evaluation", "sets", "*"): PathBase.located_source,
     ("adapter", "start_from"): PathBase.located,
     ("checkpoint", "start_from"): PathBase.located,
+    ("cluster", "device"): lambda base, name: base.located(name) if name.endswith(OWN) else name,
     ("optimizer", "factory"): PathBase.located_module,
     ("schedule", "factory"): PathBase.located_module,
     ("callbacks", "*"): PathBase.located_module,

@@ -224,7 +224,7 @@ class ClusterSpec(Section):
     preset: RecipeText | None = None
     """COUNTxDEVICE, such as 8xH100-80GB; multiplied by nodes"""
     device: RecipeText | None = None
-    """cpu, or the name of a device such as h100; null without a preset is this machine's CPU"""
+    """cpu, a device such as h100, or a file such as my-card.toml; null without a preset is this machine's CPU"""
     nodes: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """number of nodes (machines)"""
     devices_per_node: Annotated[int, Field(ge=1, le=1_000_000)] = 1

@@ -206,6 +206,7 @@ flash_attention_for_cpu: Any = aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
 efficient_attention: Any = aten._scaled_dot_product_efficient_attention
 efficient_attention_backward: Any = aten._scaled_dot_product_efficient_attention_backward
+math_attention: Any = aten._scaled_dot_product_attention_math
 """The attention kernels. Ring attention merges parts by the logarithms that the public function does not return, and
 the dry run calls the kernel that the target would."""
 

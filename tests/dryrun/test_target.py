@@ -59,6 +59,15 @@ def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
     assert exact <= kept <= exact + 64
 
 
+def test_attention_on_mps_keeps_its_scores() -> None:
+    """The softmax [1, 8, 256, 256], once in fp32 where nothing is fused."""
+    with FakeTensorMode(), TARGET_KERNELS["mps"].kernels(1):
+        q, k, v = (torch.empty(1, 8, 256, 32, requires_grad=True) for _ in "qkv")
+        kept = saved_bytes(attention, q, k, v)
+    scores, whole = 4 * 8 * 256 * 256, 4 * 8 * 256 * 32
+    assert scores + 3 * whole <= kept <= scores + 6 * whole
+
+
 def test_fp32_attention_runs_forward_and_backward() -> None:
     with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
         q = torch.empty(1, 8, 64, 32, requires_grad=True)

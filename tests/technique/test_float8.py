@@ -281,7 +281,13 @@ def test_a_target_with_8_bits_counts_each_operator_once_and_the_cpu_what_it_is_m
 
 
 def test_devices_without_units_are_refused_before_torch_is_loaded_and_the_cpu_emulates() -> None:
-    for device, nearest in (("A100-80GB", "bf16"), ("V100-32GB", "fp32")):
+    for device, nearest in (
+        ("A100-80GB", "bf16"),
+        ("RTX3090-24GB", "bf16"),
+        ("V100-32GB", "fp32"),
+        ("T4-16GB", "fp32"),
+        ("M3-Max-128GB", "bf16"),
+    ):
         with pytest.raises(
             RecipeError, match=f"fp8 on {device}.*the nearest that works is precision: {nearest}"
         ):

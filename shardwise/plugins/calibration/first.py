@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from shardwise.core.errors import one_line
-from shardwise.hardware.cluster import Cluster, ClusterRequest, recognise
+from shardwise.hardware.cluster import Cluster, ClusterRequest, without_maker
 from shardwise.hardware.this_machine import cache_folder, read_calibration, usable_cores
 from shardwise.launch.placement import launched_by
 
@@ -55,18 +55,18 @@ def _is_here(request: ClusterRequest, cluster: Cluster) -> bool:
     if cluster.device.traits.is_host:
         return True
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and gpus_here() == {cluster.device.name}
+    here = gpus_here()
+    return not hidden and bool(here) and here <= set(cluster.device.reported)
 
 
 def gpus_here(driver: Path = DRIVER) -> set[str]:
-    """The profiles of this machine's NVIDIA GPUs; "" for one without a profile."""
+    """This machine's NVIDIA GPUs, as profiles have their drivers' names."""
     found = set()
     for path in driver.glob("*/information"):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, model = line.partition(":")
             if key == "Model":
-                profile = recognise(model)
-                found.add(profile.name if profile else "")
+                found.add(without_maker(model))
     return found
 
 
@@ -95,4 +95,4 @@ def _measure(cluster: Cluster, processes: int) -> None:
     if cluster.device.traits.is_host:
         add_speeds(quick_cpu(processes))
     else:
-        store_gpu(cluster.device.name, quick_gpu())
+        store_gpu(cluster.device, quick_gpu())

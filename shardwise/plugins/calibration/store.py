@@ -11,6 +11,8 @@ from pathlib import Path
 
 from shardwise.core.errors import ResourceError
 from shardwise.hardware import this_machine as machine
+from shardwise.hardware.cluster import device_profile
+from shardwise.hardware.device import DeviceProfile
 from shardwise.hardware.kinds import HOST
 from shardwise.hardware.measured import NEW, Grid, MeasuredSpeeds
 from shardwise.hardware.measured_gpu import GpuCalibration, write_gpu
@@ -106,15 +108,17 @@ def calibrate_gpus(facts: Facts) -> Iterator[Path]:
     kinds = {device.profile: device.index for device in reversed(facts.torch.devices) if device.profile}
     for profile, index in kinds.items():
         try:
-            yield store_gpu(profile, measure_gpu(index))
+            known = device_profile(profile)
+            assert known is not None, "the CPU is no GPU"
+            yield store_gpu(known, measure_gpu(index))
         except (OSError, RuntimeError) as problem:
             where = f"gpu {index}"
             raise ResourceError("cannot calibrate this GPU", where=where, why=str(problem)) from problem
 
 
-def store_gpu(profile: str, speeds: MeasuredSpeeds) -> Path:
+def store_gpu(profile: DeviceProfile, speeds: MeasuredSpeeds) -> Path:
     """Store a GPU's speeds for later plans; returns the file. Raises OSError."""
-    return write_gpu(GpuCalibration(profile, machine.torch_version(), _today(), speeds))
+    return write_gpu(GpuCalibration(profile.calibrated_as, machine.torch_version(), _today(), speeds))
 
 
 def measured_speeds(folder: Path) -> tuple[tuple[MeasuredSpeeds, ...], float | None]:

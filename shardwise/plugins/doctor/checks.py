@@ -22,7 +22,7 @@ from shardwise.core.errors import ResourceError
 from shardwise.core.extras import install
 from shardwise.core.units import GiB, MiB, format_bytes, format_percent, format_rate, format_seconds
 from shardwise.hardware.kinds import kind_of
-from shardwise.hardware.profiles import PROFILES
+from shardwise.hardware.profiles import OWN, PROFILES
 from shardwise.plugins.doctor.inspection import OPTIONAL_PACKAGES, Facts, HostAllocator, inspect
 
 SUPPORTED_PYTHON = (3, 11)
@@ -267,6 +267,9 @@ def _judge_devices(facts: Facts) -> Iterator[Check]:
             gib = device.memory_bytes / GiB
             advice = f"not in the table: plan with a similar device and cluster.memory_gib={gib:.2f}"
             yield Check(name, "note", found, advice)
+        elif device.profile.endswith(OWN):
+            advice = f"cluster.device: {device.profile} has what CUDA reports of it, and assumptions"
+            yield Check(name, "note", f"{found}, no profile", advice)
         else:
             yield Check(name, "good", f"{found}, profile {device.profile}")
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import psutil
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.units import MiB
 from shardwise.hardware import this_machine as machine
-from shardwise.hardware.cluster import recognise
+from shardwise.hardware.this_gpu import device_here
 
 OPTIONAL_PACKAGES: Mapping[str, str] = {
     "transformers": "Hugging Face models",
@@ -75,7 +76,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. Bytes are the driver's; ``profile`` is the name of its device profile, or None."""
+    """One GPU. Bytes are the driver's; ``profile`` is its name in ``cluster.device``, or None."""
 
     index: int
     name: str
@@ -296,14 +297,17 @@ def _device(index: int) -> Device:
 
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    known = recognise(properties.name)
+    try:
+        profile = device_here(index)
+    except RecipeError:
+        profile = None
     return Device(
         index=index,
         name=properties.name,
         memory_bytes=total,
         free_bytes=free,
         capability=f"{properties.major}.{properties.minor}",
-        profile=known.name if known else None,
+        profile=profile,
     )
 
 

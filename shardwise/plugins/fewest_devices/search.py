@@ -84,7 +84,7 @@ class _Search:
     def on(self, size: _Size) -> Recipe:
         """The recipe on as many devices."""
         device = self.cluster.device
-        name = device.kind if device.traits.is_host else device.name
+        name = device.kind if device.traits.is_host else device.file or device.name
         changed = {"preset": None, "device": name, "nodes": size[0], "devices_per_node": size[1]}
         return self.recipe.model_copy(update={"cluster": self.recipe.cluster.model_copy(update=changed)})
 

@@ -28,8 +28,10 @@ from shardwise.data.formats import format_of
 from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.data.sources import open_source
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.hardware.cluster import Cluster, recognise
+from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.kinds import HOST, accelerator_here
+from shardwise.hardware.profiles import PROFILES
+from shardwise.hardware.this_gpu import device_here
 from shardwise.jobs.planning import make_plan, refuse_unfit
 from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.plugins.finetune.written_recipe import (
@@ -56,24 +58,22 @@ _BATCH = 16
 _STEPS_PER_EPOCH = 10
 
 
-def hardware_here(device: str | None = None) -> Hardware:
+def hardware_here(asked: str | None = None) -> Hardware:
     """The devices of this machine and their memory; the CPU where there is no GPU.
 
     Args:
-        device: ``cpu`` leaves GPUs unused.
+        asked: ``cpu`` leaves GPUs unused.
     """
     import torch
 
-    if device == HOST.name or accelerator_here().is_host:
+    if asked == HOST.name or accelerator_here().is_host:
         return Hardware()
     count, properties = torch.cuda.device_count(), torch.cuda.get_device_properties(0)
-    known = recognise(properties.name)
+    device = device_here()
     precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     memory = round(properties.total_memory / GiB - 0.05, 1)
-    if known is None:
-        note = f"{properties.name} has no profile: memory is its own, seconds are those of an H100"
-        return Hardware("H100-80GB", count, memory, precision, note)
-    return Hardware(known.name, count, memory, precision, properties.name)
+    note = "" if device in list(PROFILES) else " has no profile: this one has what CUDA reports"
+    return Hardware(device, count, memory, precision, f"{properties.name}{note}")
 
 
 def text_config(model: str) -> dict[str, Any]:

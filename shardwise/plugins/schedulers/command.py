@@ -15,7 +15,7 @@ import typer
 from shardwise.cli.common import Overrides, RecipeArgument, path_option
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.paths import path_of
-from shardwise.jobs.request import read_request
+from shardwise.jobs.request import read_request, refuse_plan_only
 from shardwise.plugins.schedulers import kubernetes, ray, skypilot, slurm
 from shardwise.plugins.schedulers.job import ClusterJob
 from shardwise.recipe.sections import Recipe
@@ -66,6 +66,7 @@ def command(
     Nodes and devices are those of the recipe's cluster.
     """
     wanted, cluster = read_request(recipe, overrides or [])
+    refuse_plan_only(cluster)
     job = ClusterJob(
         name=(name := _job_name(recipe.stem)),
         recipe=str(recipe.absolute()),

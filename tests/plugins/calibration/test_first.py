@@ -97,7 +97,7 @@ def test_the_gpu_of_this_machine_is_measured(
         folder.mkdir(parents=True)
         (folder / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 16\n")
     here = first.gpus_here(tmp_path / "gpus")
-    assert here == {"H100-80GB"}
+    assert here == {"h100 80gb hbm3"}
     monkeypatch.setattr(first, "gpus_here", lambda: here)
     assert not asked(ClusterSpec(device="a100"))
     with monkeypatch.context() as hidden:
@@ -107,6 +107,19 @@ def test_the_gpu_of_this_machine_is_measured(
     assert asked(ClusterSpec(device="h100", devices_per_node=2)) and measurements == [-1]
     assert cluster_of(ClusterSpec(device="h100")).device.measured is not None
     assert not asked(ClusterSpec(device="h100", devices_per_node=2)) and measurements == [-1]
+
+
+def test_a_gpu_without_a_profile_is_measured_too(
+    measurements: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A user's file is of a card of this machine if it names what the driver reports."""
+    monkeypatch.setattr(first, "gpus_here", lambda: {"rtx 4060 ti"})
+    here, elsewhere = (ClusterSpec(device=str(tmp_path / name)) for name in ("here.toml", "there.toml"))
+    (tmp_path / "here.toml").write_text('like = "RTX4090-24GB"\nreported = ["rtx 4060 ti"]\n')
+    (tmp_path / "there.toml").write_text('like = "RTX4090-24GB"\n')
+    assert not asked(elsewhere) and measurements == []
+    assert asked(here) and measurements == [-1]
+    assert cluster_of(here).device.measured is not None and cluster_of(elsewhere).device.measured is None
 
 
 def test_a_machine_that_cannot_be_measured_is_planned_with_assumed_speeds(

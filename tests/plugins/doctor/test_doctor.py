@@ -98,6 +98,7 @@ SICK: list[tuple[str, str, Mapping[str, object]]] = [
     ("gpu", "warn", {"torch": replace(GPU_TORCH, devices=())}),
     ("gpu 0", "warn", {"torch": replace(GPU_TORCH, devices=(replace(H100, free_bytes=GiB),))}),
     ("gpu 0", "note", {"torch": replace(GPU_TORCH, devices=(replace(H100, profile=None),))}),
+    ("gpu 0", "note", {"torch": replace(GPU_TORCH, devices=(replace(H100, profile="/c/card.toml"),))}),
     ("packages", "note", {"packages": {"transformers": None, "datasets": "3"}}),
     ("cpu profile", "note", {"calibrated": False}),
     ("load", "warn", {"load": 5.0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,17 @@ def test_the_fewest_that_fit_without_hours(planned: list[int]) -> None:
     assert cluster.world_size == 4 and asked.cluster.price_per_device_hour == 2.0
     assert {each.devices: each.verdict for each in tried}[4] == "enough"
     assert len(planned) < len((1, 2, 4, 8)), "halved, not counted up"
+
+
+def test_devices_of_a_users_file_are_divided(planned: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "my-card.toml"
+    path.write_text('like = "H100-80GB"\n', encoding="utf-8")
+    whole = recipe("8xH100-80GB").cluster.model_copy(
+        update={"preset": None, "device": str(path), "devices_per_node": 8}
+    )
+    asked = recipe("8xH100-80GB").model_copy(update={"cluster": whole})
+    _, cluster, _ = module.fewest_devices(asked, cluster_of(whole), None)
+    assert cluster.name == "4xmy-card.toml"
 
 
 def test_hours_ask_for_more(planned: list[int]) -> None:

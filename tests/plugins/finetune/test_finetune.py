@@ -146,9 +146,12 @@ def test_overrides_are_part_of_the_recipe_that_is_written() -> None:
     assert "# from the command line: " in text
 
 
-def test_gpus_are_found_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_found_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+
     def gpu(name: str, memory: float, bf16: bool) -> Hardware:
-        found = SimpleNamespace(name=name, total_memory=int(memory * GiB))
+        found = SimpleNamespace(name=name, total_memory=int(memory * GiB), major=8, minor=9)
+        found.multi_processor_count = 36
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
@@ -159,6 +162,7 @@ def test_gpus_are_found_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert (known.device, known.count, known.memory_gib, known.precision) == ("H100-80GB", 4, 79.1, "bf16")
     unknown = gpu("Some New Card", 23.6, False)
     assert (unknown.memory_gib, unknown.precision) == (23.5, "fp16") and "has no profile" in unknown.note
+    assert unknown.device == str(tmp_path / "some-new-card.toml")
     assert hardware_here("cpu") == Hardware()
     for found in (known, unknown):
         recipe = parse_recipe(FineTuning("m", "d", hardware=found).recipe("lora"), SETTINGS)
