@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardwise.core.collector import frozen
 from shardwise.core.errors import RecipeError
 from shardwise.core.errors import one_line as printable
 from shardwise.core.ledger import Ledger
@@ -70,7 +71,7 @@ def pinned_recipe(workloads: Workloads, workload: Workload, strategy: Strategy) 
 
 def planned_points(workloads: Workloads, devices: Sequence[str], group: PointGroup) -> list[PlannedPoint]:
     """The points of a group, one for each device."""
-    with sharing_dry_runs():
+    with frozen(), sharing_dry_runs():
         return list(_points(workloads, devices, group))
 
 
