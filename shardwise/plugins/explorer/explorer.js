@@ -13,7 +13,6 @@
 
   const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
   const tight = (text) => text.replace(/(\d) (?=[%A-Za-z])/g, "$1\u00a0");
-  const few = (bytes) => { const v = bytes / GiB; return v.toFixed(v >= 99.95 ? 0 : v >= 9.995 ? 1 : 2); };
   const digits = (v) => v.toFixed(v < 99.995 ? 2 : v < 999.95 ? 1 : 0);
   const size = (bytes) => (bytes >= GiB ? `${digits(bytes / GiB)} GiB` : `${digits(bytes / MiB)} MiB`);
   const change = (ratio) => `${ratio > 1 ? "+" : "−"}${Math.abs(100 * (ratio - 1)).toFixed(Math.abs(ratio - 1) < 0.0995 ? 1 : 0)} %`;
@@ -74,7 +73,7 @@
     for (const p of points) {
       if (!runs(p) || p.c[i] !== choice[i]) continue;
       let far = fits(p) ? 0 : 0.5;
-      for (let j = 0; j < choice.length; j++) if (p.c[j] !== choice[j]) far += ofWorkload[j] ? 8 : 1;
+      for (let j = 0; j < choice.length && far <= least; j++) if (p.c[j] !== choice[j]) far += ofWorkload[j] ? 8 : 1;
       if (far < least || (far === least && p.s < best.s)) { best = p; least = far; }
     }
     return best;
@@ -130,13 +129,14 @@
       const buttons = boxes[i].querySelectorAll("button");
       boxes[i].hidden = !live && listed[i].size < 2;
       buttons.forEach((button, v) => {
-        const exact = known.get(key(shown.c.map((own, j) => (j === i ? v : own))));
-        const state = !exact ? "snaps" : exact.v === "refused" || !exact.x ? "refused" : fits(exact) ? "fits" : "over";
+        const choice = shown.c.map((own, j) => (j === i ? v : own)), exact = known.get(key(choice));
+        const near = exact || nearest(choice, i);
+        const state = !near || !near.x ? "refused" : `${fits(near) ? "fits" : "over"}${exact ? "" : " snaps"}`;
         const waits = awaited && awaited.i === i && awaited.choice[i] === v;
         button.hidden = !live && !listed[i].has(v);
         button.className = waits ? "asked" : state;
         button.setAttribute("aria-pressed", String(shown.c[i] === v));
-        button.title = exact ? verdict(exact) : "";
+        button.title = exact ? verdict(exact) : near ? `${differences(shown, near)}: ${verdict(near)}` : "";
       });
     });
   }
@@ -144,13 +144,13 @@
   function drawCards() {
     const p = shown, capacity = p.m[0], memory = data.spread.memory, seconds = data.spread.seconds;
     at("line").textContent = texts[p.n];
-    at("peak").textContent = runs(p) ? tight(`${few(p.p)} of ${few(capacity)} GiB`) : "–";
+    at("peak").textContent = runs(p) ? tight(size(p.p)) : "–";
     at("peak-of").className = fits(p) ? "of" : "of over";
-    at("peak-of").textContent = tight(verdict(p) + (runs(p) ? `\nworst rank: ${p.r}` : "") + (runs(p) && memory ? `\nP50 ${size(memory[0] * p.p)}\nP95 ${size(memory[1] * p.p)}` : ""));
+    at("peak-of").textContent = tight(`of ${size(capacity)}: ${verdict(p)}` + (runs(p) ? `\nworst rank: ${p.r}` : "") + (runs(p) && memory ? `\nP50 ${size(memory[0] * p.p)}\nP95 ${size(memory[1] * p.p)}` : ""));
     at("step").textContent = runs(p) ? tight(span(p.s)) : "–";
     at("step-of").textContent = !runs(p) ? "" : tight(seconds ? `P50 ${span(seconds[0] * p.s)}\nP95 ${span(seconds[1] * p.s)}` : "no interval: compared with no run");
-    at("rate").textContent = runs(p) ? tight(rate(p.k / p.s)) : "–";
-    at("rate-of").textContent = runs(p) ? tight(`MFU ${(100 * p.u).toFixed(0)} %\n${count(p.k)} ${data.unit} per step`) : "";
+    at("rate").textContent = runs(p) ? rate(p.k / p.s).replace(` ${data.unit}/s`, "").replace(`${data.unit}/s`, "") : "–";
+    at("rate-of").textContent = runs(p) ? tight(`${data.unit} per second\nMFU ${(100 * p.u).toFixed(0)} %\n${count(p.k)} ${data.unit} per step`) : "";
     at("hours").textContent = runs(p) ? tight(span(3600 * hours(p))) : "–";
     at("hours-of").textContent = tight(`to ${count(data.goal)} ${data.unit}` + (runs(p) && seconds ? `\nP95 ${span(3600 * seconds[1] * hours(p))}` : ""));
     const source = (what, of) => (of ? `${what} as in ${of[2]} ${of[3]}` : "");
@@ -238,7 +238,7 @@
   function drawFront() {
     const all = points.filter((p) => runs(p) && sameWorkload(p, shown));
     const room = shown.m[0] - shown.m[1], far = runs(shown) ? [shown.s, shown.p] : [Math.min(...all.map((p) => p.s)), room];
-    const near = all.filter((p) => p === shown || p === kept || (p.s <= 3 * far[0] && p.p <= 3 * Math.max(room, far[1])));
+    const near = all.filter((p) => p === shown || p === kept || (p.s <= 3 * far[0] && p.p <= 1.75 * Math.max(room, far[1])));
     const width = Math.max(280, at("front").clientWidth), height = width < 600 ? 330 : 360, pad = {left: 44, right: 14, top: 10, bottom: 34};
     if (!near.length) { at("front").innerHTML = ""; return; }
     const run = data.run && data.run.seconds && data.run.peak && data.run.choice ? data.run : null;
@@ -268,12 +268,20 @@
         taken.push([x - 1, y - 1, x + 1, y + 1]);
       }
     const budget = `budget ${digits(room / GiB)} GiB`;
-    label(svg, taken, edge, X(x0) + 2, above ? pad.top + 8 : Y(room), above ? `${budget}, far above` : budget, "strong", 0);
+    const ends = [X(x0) + 2, width - pad.right - 120, (width - 100) / 2];
+    if (above) label(svg, taken, edge, ends[0], pad.top + 8, `${budget}, far above`, "strong", 0);
+    else ends.some((x) => label(svg, taken, edge, x, Y(room), budget, "strong", 0));
     if (!above) taken.push([pad.left, Y(room) - 1, width - pad.right, Y(room) + 1]);
-    if (runs(shown)) label(svg, taken, edge, X(shown.s), Y(shown.p), kept === shown ? "shown and kept" : "shown", "strong");
+    if (runs(shown)) label(svg, taken, edge, X(shown.s), Y(shown.p), "shown", "strong");
     if (kept !== shown && near.includes(kept)) label(svg, taken, edge, X(kept.s), Y(kept.p), "kept", "strong");
     if (dot) label(svg, taken, edge, X(dot[0]), Y(dot[1]), "measured", "strong");
-    for (const p of best) if (p !== shown && p !== kept) label(svg, taken, edge, X(p.s), Y(p.p), differences(shown, p), "");
+    const common = controls.map((c, i) => [...new Set(near.map((p) => p.c[i]))].find((v) => v !== shown.c[i] && near.filter((p) => p.c[i] === v).length > near.length / 2));
+    const others = controls.flatMap((c, i) => (common[i] === undefined ? [] : [`${c.title} ${c.values[common[i]]}`]));
+    at("front-of").textContent = others.length ? `Names say how points differ from the shown one; where they do not say otherwise, they have ${others.join(", ")}.` : "Names say how points differ from the shown one.";
+    for (const p of best) {
+      const name = controls.flatMap((c, i) => (p.c[i] === shown.c[i] || p.c[i] === common[i] ? [] : [`${c.title} ${value(i, p.c)}`])).join(" · ");
+      if (p !== shown && p !== kept) label(svg, taken, edge, X(p.s), Y(p.p), name || others.join(" · "), "");
+    }
     const say = (p) => { at("front-said").textContent = p ? tight(`${differences(shown, p) || "shown"}: ${size(p.p)}, ${span(p.s)}, ${p.v}`) : ""; };
     svg.querySelectorAll("[data-i]").forEach((circle) => {
       const p = near[circle.dataset.i];
@@ -298,9 +306,10 @@
       node.setAttribute("x", left);
       node.setAttribute("y", low);
       taken.push(box);
-      return;
+      return true;
     }
     node.remove();
+    return false;
   }
 
   function draw() {
