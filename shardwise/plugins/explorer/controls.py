@@ -1,6 +1,6 @@
 """What one changes on the page: devices, sequence length, batch, training, and the settings of the techniques.
 
-A *workload* is what is trained, and on which devices. A *choice* is a value of every control.
+A *workload* is the training and its devices, without a strategy. A *choice* is a value of every control.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Setting, Strategy
@@ -33,14 +33,20 @@ TIMES = (0.25, 0.5, 1, 2, 4)
 """Of the recipe's own sequence length, micro-batch and number of devices; of its batch those within 0.5 and 2."""
 
 
-class Workload(NamedTuple):
-    """What is trained, and on which devices."""
+@dataclass(frozen=True)
+class Workload:
+    """The training and its devices, without a strategy."""
 
     device: str
     devices: int
     sequence: int
     batch: int
     training: str
+
+    @property
+    def recipe_key(self) -> tuple[int, int, str]:
+        """All that decides the recipe but for its cluster."""
+        return self.sequence, self.batch, self.training
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Workloads:
 
     def recipe_of(self, workload: Workload) -> Recipe:
         """The recipe of a workload, which trains on as many tokens as the file's own. Raises RecipeError."""
-        asked = workload.sequence, workload.batch, workload.training
+        asked = workload.recipe_key
         if asked not in self._known:
             try:
                 changes = list(self._changes(workload))
@@ -96,25 +102,25 @@ class Workloads:
         recipe = self._known[asked]
         if isinstance(recipe, RecipeError):
             raise recipe
-        if workload[:2] == self.own[:2]:
+        if (workload.device, workload.devices) == (self.own.device, self.own.devices):
             return recipe
         return recipe.model_copy(update={"cluster": self._cluster(workload)})
 
     def blueprint_of(self, workload: Workload) -> Blueprint:
         """The model of a workload; the same object for all devices. Raises RecipeError."""
-        asked = workload.sequence, workload.batch, workload.training
+        asked = workload.recipe_key
         if asked not in self._blueprints:
             self._blueprints[asked] = blueprint_of(self.recipe_of(workload))
         return self._blueprints[asked]
 
     def _changes(self, workload: Workload) -> Iterator[str]:
-        own, sequences = self.own, self.recipe.steps * self.own.batch
+        own, sizes = self.own, workload.batch * workload.sequence
         if workload.sequence != own.sequence:
             yield f"data.sequence_length={workload.sequence}"
         if workload.batch != own.batch:
             yield f"batch_size={workload.batch}"
-        if workload[2:4] != own[2:4] and self.recipe.steps:
-            yield f"steps={-(-sequences * own.sequence // (workload.batch * workload.sequence))}"
+        if self.recipe.steps and sizes != own.batch * own.sequence:
+            yield f"steps={-(-self.recipe.steps * own.batch * own.sequence // sizes)}"
         if workload.training != own.training:
             yield from TRAININGS[workload.training]
 
@@ -135,7 +141,7 @@ class Workloads:
 
 
 def workload_of(recipe: Recipe, cluster: Cluster) -> Workload:
-    """What a recipe trains, and on which devices."""
+    """The workload of a recipe."""
     device = cluster.device.kind if cluster.device.traits.is_host else cluster.device.name
     adapter, training = recipe.adapter, "full"
     if adapter is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -154,13 +155,15 @@ class Exploration:
 
     def _group(self, choice: tuple[int, ...]) -> PointGroup:
         values = {c.key: c.values[number] for c, number in zip(self.controls, choice, strict=True)}
-        workload = Workload(**{key: value for key, value in values.items() if key in Workload._fields})
+        workload = Workload(
+            **{key: value for key, value in values.items() if key in Workload.__annotations__}
+        )
         settings = {key.removeprefix(STRATEGY): v for key, v in values.items() if key.startswith(STRATEGY)}
         return PointGroup(workload, self.plan.strategy.with_values(**settings))
 
     def _choice(self, workload: Workload, strategy: Any) -> tuple[int, ...] | None:
         """The values of all controls; None where a value is not on the page."""
-        own = workload._asdict()
+        own = asdict(workload)
         values = [strategy.values[c.setting] if c.setting else own[c.key] for c in self.controls]
         shown = {c.setting for c in self.controls}
         differ = strategy.differences(self.plan.strategy).keys() - shown
@@ -257,7 +260,7 @@ def _sections(recipe: str) -> list[str]:
 
 
 def asked_in(query: str) -> tuple[int, int, tuple[int, ...] | None]:
-    """(points, texts) that the page has, and the choice that it asks for; 0 for what cannot be read."""
+    """(points, texts) that the page has, and the choice that it asks for; 0 where a number cannot be read."""
     have, _, ask = query.partition("&")
     counts = re.fullmatch(r"(\d{1,7})\.(\d{1,7})", have, re.ASCII)
     choice = tuple(map(int, ask.split("-"))) if _ASK.fullmatch(ask) else None

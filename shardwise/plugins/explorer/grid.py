@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.core.errors import RecipeError
@@ -64,7 +64,7 @@ class PointGrid:
         micro-batch is larger than a rank's share of the batch.
         """
         own, strategy = self.workloads.own, self._plain
-        workload = own._replace(**{key: value for key, value in change.items() if key in own._fields})
+        workload = replace(own, **{key: v for key, v in change.items() if not key.startswith(STRATEGY)})
         named = {
             key.removeprefix(STRATEGY): value for key, value in change.items() if key.startswith(STRATEGY)
         }
@@ -146,7 +146,7 @@ class PointGrid:
 
     def _ranked(self, control: Control) -> Iterator[tuple[Any, int]]:
         """Values other than the plan's, with how many are nearer to it."""
-        own = self.workloads.own._asdict()
+        own = asdict(self.workloads.own)
         mine = self._plain.values[control.setting] if control.setting else own[control.key]
         at = control.values.index(mine) if mine in control.values else 0
         near = sorted(range(len(control.values)), key=lambda index: abs(index - at))

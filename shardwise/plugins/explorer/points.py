@@ -7,7 +7,7 @@ group share its dry runs (dryrun/sharing.py): the second costs milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.core.collector import frozen
 from shardwise.core.errors import RecipeError
@@ -78,7 +78,7 @@ def planned_points(workloads: Workloads, devices: Sequence[str], group: PointGro
 def _points(workloads: Workloads, devices: Sequence[str], group: PointGroup) -> Iterator[PlannedPoint]:
     possible: list[tuple[Workload, Recipe, Cluster]] = []
     for device in devices:
-        workload = group.workload._replace(device=device)
+        workload = replace(group.workload, device=device)
         try:
             recipe = pinned_recipe(workloads, workload, group.strategy)
             cluster = cluster_of(recipe.cluster)
