@@ -83,9 +83,9 @@ def command(
 def _exploration(
     file: Path, overrides: list[str], recipe: Path, run: Path | None, progress: Progress
 ) -> Exploration:
-    from shardwise.jobs.request import read_request
+    from shardwise.jobs.request import measured_cluster, read_request
 
-    read_request(file, overrides)  # a fault is said before torch is loaded
+    measured_cluster(read_request(file, overrides)[0])  # a fault is said before torch is loaded
     from shardwise.plugins.explorer.exploration import Exploration
     from shardwise.report.record import read_run
 

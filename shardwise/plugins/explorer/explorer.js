@@ -248,8 +248,9 @@
     const above = room > 2.5 * Math.max(...ys), y1 = Math.max(...ys, above ? 0 : room) * (above ? 1.18 : 1.08);
     const X = (s) => pad.left + ((s - x0) / (x1 - x0)) * (width - pad.left - pad.right);
     const Y = (b) => height - pad.bottom - (b / y1) * (height - pad.top - pad.bottom);
-    const parts = [];
-    for (const t of ticks(0, y1 / GiB, 6)) parts.push(`<path class="grid" d="M${pad.left} ${Y(t * GiB)}H${width - pad.right}"/><text class="y" x="${pad.left - 6}" y="${Y(t * GiB) + 4}">${t}</text>`);
+    const parts = [], unit = y1 < GiB ? MiB : GiB;
+    at("front-unit").textContent = `peak of a device, ${unit === GiB ? "GiB" : "MiB"}`;
+    for (const t of ticks(0, y1 / unit, 6)) parts.push(`<path class="grid" d="M${pad.left} ${Y(t * unit)}H${width - pad.right}"/><text class="y" x="${pad.left - 6}" y="${Y(t * unit) + 4}">${t}</text>`);
     for (const t of ticks(x0, x1, width < 600 ? 4 : 8)) parts.push(`<text class="x" x="${X(t)}" y="${height - pad.bottom + 16}">${t}</text>`);
     parts.push(`<text class="x" x="${(width + pad.left) / 2}" y="${height - 3}">seconds of a step</text>`);
     if (!above) parts.push(`<path class="level" d="M${pad.left} ${Y(room)}H${width - pad.right}"/>`);

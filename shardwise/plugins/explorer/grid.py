@@ -15,7 +15,7 @@ from shardwise.core.strategy import Setting, Strategy
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.plugins.explorer.controls import STRATEGY, Control, Workload, Workloads, candidates, extra
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import DIGITS, MICRO_BATCH_SIZE, ORDER, SETTINGS, layout_of
+from shardwise.technique import DIGITS, MICRO_BATCH_SIZE, ORDER, SETTINGS, broken_rules, layout_of
 
 Change = Mapping[str, Any]
 """Values of controls, by key, that differ from the plan's."""
@@ -77,7 +77,9 @@ class PointGrid:
         strategy = self._settled(strategy, named, recipe, cluster)
         if any(self._idle(_setting(key), strategy, recipe, cluster) for key in named):
             return None
-        share = -(-recipe.batch_size // max(1, layout_of(strategy, cluster.world_size).data_degree))
+        if any(broken_rules(strategy, cluster.world_size, recipe)):
+            return PointGroup(workload, strategy)
+        share = -(-recipe.batch_size // layout_of(strategy, cluster.world_size).data_degree)
         if strategy[MICRO_BATCH_SIZE] > share:
             if MICRO_BATCH_SIZE.key in named:
                 return None

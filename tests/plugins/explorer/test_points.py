@@ -101,6 +101,13 @@ def test_refused_points_say_why(exploration: Exploration) -> None:
     assert "too much" in large.why
 
 
+def test_axes_beyond_the_devices_are_refused(exploration: Exploration) -> None:
+    group = exploration.grid.changed({"strategy.tensor_parallel": 4, "strategy.sequence_parallel": 2})
+    assert group is not None
+    points = exploration.predict(group)
+    assert {point.verdict for point in points} == {REFUSED} and points[0].why.startswith("tensor_parallel")
+
+
 def test_the_page_is_one_small_file(exploration: Exploration) -> None:
     page = page_of(exploration)
     assert "default-src 'none'" in page and "connect-src" not in page
