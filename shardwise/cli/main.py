@@ -30,8 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _ORDER = (
-    "finetune init plan data train launch verify generate chat export merge quantize report watch budget fit from"
-    " explain doctor eval schema"
+    "finetune init plan explore data train launch verify generate chat export merge quantize report watch budget fit"
+    " from explain doctor eval schema"
 )
 
 

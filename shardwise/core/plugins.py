@@ -27,6 +27,7 @@ VERBS: dict[str, str] = {
     "doctor": "doctor.command",
     "eval": "serve.commands.eval",
     "explain": "explain.command",
+    "explore": "explorer.command",
     "finetune": "finetune.command",
     "fit": "scaling.commands.fit",
     "from": "importers.command",

@@ -25,6 +25,7 @@ from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.moments import MemoryMoments, moments
 from shardwise.dryrun.reading import LedgerPoint, ledger_at, peaks, peaks_of_passes, timeline
 from shardwise.dryrun.replay import Replay, Trace
+from shardwise.dryrun.sharing import shared_dry_runs
 from shardwise.dryrun.sites import sites_at_peak
 from shardwise.dryrun.snapshot import memory_snapshot
 from shardwise.dryrun.tally import Tally
@@ -134,6 +135,40 @@ def dry_run(
         history, with_moments: whether to replay the allocator, and to name the memory at every moment.
         with_snapshot: whether to make a memory snapshot.
     """
+    asked = _Asked(rank, depth, reduced, history, with_moments, with_snapshot)
+    known = None if TARGET_KERNELS[cluster.device.kind].is_host else shared_dry_runs()
+    if known is None:
+        return _run(recipe, blueprint, strategy, cluster, asked)
+    key = strategy, cluster.world_size, cluster.device.kind, asked
+    if key not in known:
+        known[key] = _run(recipe, blueprint, strategy, cluster, asked)
+    on_device = *key, _workspaces(cluster)
+    if on_device not in known:
+        known[on_device] = _with_workspaces(known[key], cluster)
+    return known[on_device]
+
+
+class _Asked(NamedTuple):
+    """What a dry run is asked for: the arguments of ``dry_run`` that have defaults."""
+
+    rank: int
+    depth: int | None
+    reduced: Reduced
+    history: bool
+    with_moments: bool
+    with_snapshot: bool
+
+
+def _with_workspaces(run: DryRun, cluster: Cluster) -> DryRun:
+    """A dry run on another device of its kind: the allocator's replay has that device's workspaces."""
+    if run.trace is None or run.trace.workspaces == _workspaces(cluster):
+        return run
+    trace = replace(run.trace, workspaces=_workspaces(cluster))
+    return replace(run, trace=trace, replay=trace.replayed(options_in(cluster.device.kind)))
+
+
+def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, asked: _Asked) -> DryRun:
+    rank, depth, reduced, history, with_moments, with_snapshot = asked
     world_size = cluster.world_size
     count = micro_batches(strategy, layout_of(strategy, world_size), recipe.batch_size)
     target = TARGET_KERNELS[cluster.device.kind]
@@ -202,9 +237,13 @@ def _is_even(site: Site) -> bool:
 
 def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:
     """What the allocator is asked for: tensors, and the workspace of each of the two threads' products."""
-    workspace = cluster.device.overhead.workspace_bytes // 2
     on_device = (replace(a) for a in tracker.allocations if not a.on_host)
-    return Trace(tuple(on_device), start, (workspace, workspace))
+    return Trace(tuple(on_device), start, _workspaces(cluster))
+
+
+def _workspaces(cluster: Cluster) -> tuple[int, int]:
+    workspace = cluster.device.overhead.workspace_bytes // 2
+    return workspace, workspace
 
 
 def _saved_bytes(run: Run) -> int:

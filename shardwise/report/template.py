@@ -28,15 +28,19 @@ def template_text(name: str, package: str = __package__) -> str:
 
 
 @cache
-def script() -> str:
-    """``page.js`` without its comments."""
-    return re.sub(r"^\s*//.*\n", "", template_text("page.js"), flags=re.MULTILINE)
+def script(name: str = "page.js", package: str = __package__) -> str:
+    """A script without its comments."""
+    return re.sub(r"^\s*//.*\n", "", template_text(name, package), flags=re.MULTILINE)
 
 
 @cache
-def policy(live: bool = False) -> str:
-    """The content security policy: styles, the one script and, for a live page, requests to its own server."""
-    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+def policy(live: bool = False, code: str | None = None) -> str:
+    """The content security policy: styles, the one script and, for a live page, requests to its own server.
+
+    Args:
+        code: of the script; that of ``page.js`` by default.
+    """
+    digest = base64.b64encode(hashlib.sha256((code or script()).encode()).digest()).decode()
     own = "; connect-src 'self'" if live else ""
     return (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none';"
@@ -60,13 +64,19 @@ def _jinja_environment() -> Environment:
     return environment
 
 
-def rendered(name: str, values: Mapping[str, Any], live: bool = False, package: str = __package__) -> str:
-    """A template with these values; it may include those next to this file."""
+def rendered(
+    name: str,
+    values: Mapping[str, Any],
+    live: bool = False,
+    package: str = __package__,
+    code: str | None = None,
+) -> str:
+    """A template with these values and the one script; it may include those next to this file."""
     given = {
         **values,
         "style": Markup(template_text("page.css")),
-        "script": Markup(script()),
-        "policy": Markup(policy(live)),
+        "script": Markup(code or script()),
+        "policy": Markup(policy(live, code)),
     }
     return without_control(_jinja_environment().from_string(template_text(name, package)).render(given))
 

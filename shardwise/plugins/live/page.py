@@ -17,7 +17,7 @@ from shardwise.report.charts import series_charts
 from shardwise.report.page import head_values, page_values
 from shardwise.report.record import RunRecord, StepLines, read_run
 from shardwise.report.series import EVENTS, MOST_MARKS, marks
-from shardwise.report.template import rendered
+from shardwise.report.template import policy, rendered
 
 _PAGE = ("plan.json", "report.json", "recipe.yaml")
 _CHANGES = ("metrics.jsonl", EVENTS)
@@ -28,6 +28,8 @@ STALE = 60.0
 
 class LiveRun:
     """One run's folder, read again at every call."""
+
+    policy = policy(live=True)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,32 +1,48 @@
-"""A server of one run's live page, on this machine's loopback interface alone.
+"""A server of one live page, on this machine's loopback interface alone.
 
 It answers two paths, ``/`` and ``/now``, and reads nothing else from the disk. A request must name the loopback
 interface as its host: a page of another site that resolves its own name to 127.0.0.1 gets no answer (DNS rebinding).
+``/now`` answers its own page alone, and not the scripts of others.
 """
 
 from __future__ import annotations
 
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.core.errors import DataError, ResourceError
-from shardwise.plugins.live.page import LiveRun
-from shardwise.report.template import policy
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost")
+_OWN = ("same-origin", "none")
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": policy(live=True) + "; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 
 
-def page_server(run: LiveRun, port: int) -> ThreadingHTTPServer:
-    """A server for ``run``; it answers once ``serve_forever`` is called. Port 0 takes a free one.
+class ServedPage(Protocol):
+    """A page that changes.
+
+    Attributes:
+        policy: its content security policy.
+    """
+
+    @property
+    def policy(self) -> str: ...
+
+    def page(self) -> str:
+        """The page as HTML."""
+
+    def now(self, query: str) -> str | None:
+        """The changes since the state that the page's query names, as JSON; None if nothing."""
+
+
+def page_server(page: ServedPage, port: int) -> ThreadingHTTPServer:
+    """A server for ``page``; it answers once ``serve_forever`` is called. Port 0 takes a free one.
 
     Raises:
         ResourceError: the port is taken.
@@ -42,12 +58,15 @@ def page_server(run: LiveRun, port: int) -> ThreadingHTTPServer:
             if host not in _HOSTS:
                 self._send(403, "text/plain", "this page is for this machine alone")
                 return
+            if path != "/" and self.headers.get("Sec-Fetch-Site", "same-origin") not in _OWN:
+                self._send(403, "text/plain", "this answers its own page alone")
+                return
             try:
                 with lock:  # one drawing at a time
                     if path == "/":
-                        self._send(200, "text/html", run.page())
+                        self._send(200, "text/html", page.page())
                     elif path == "/now":
-                        news = run.now(query)
+                        news = page.now(query)
                         self._send(204 if news is None else 200, "application/json", news or "")
                     else:
                         self._send(404, "text/plain", "there is no such page")
@@ -59,6 +78,7 @@ def page_server(run: LiveRun, port: int) -> ThreadingHTTPServer:
             self.send_response(code)
             for name, value in _HEADERS.items():
                 self.send_header(name, value)
+            self.send_header("Content-Security-Policy", f"{page.policy}; frame-ancestors 'none'")
             if code != 204:
                 self.send_header("Content-Type", f"{kind}; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))

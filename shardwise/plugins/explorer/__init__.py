@@ -1,0 +1,1 @@
+"""``shardwise explore``: a page on which one changes devices, data and strategy, and reads what a plan says of it."""

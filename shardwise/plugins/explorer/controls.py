@@ -1,0 +1,237 @@
+"""What one changes on the page: devices, sequence length, batch, training, and the settings of the techniques.
+
+A *workload* is the training and its devices, without a strategy. A *choice* is a value of every control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import RecipeError
+from shardwise.core.strategy import Setting, Strategy
+from shardwise.hardware.cluster import Cluster, cluster_of, device_profile
+from shardwise.hardware.profiles import PROFILES
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import read_recipe
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, case_of
+
+STRATEGY = "strategy."
+
+TRAININGS: Mapping[str, Sequence[str]] = {
+    "full": ("adapter=null",),
+    "LoRA": ("adapter.name=lora", "adapter.quantize=none"),
+    "QLoRA": ("adapter.name=lora", "adapter.quantize=nf4"),
+}
+"""Overrides of a recipe that is trained in another way."""
+
+TIMES = (0.25, 0.5, 1, 2, 4)
+"""Of the recipe's own sequence length, micro-batch and number of devices; of its batch those within 0.5 and 2."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The training and its devices, without a strategy."""
+
+    device: str
+    devices: int
+    sequence: int
+    batch: int
+    training: str
+
+    @property
+    def recipe_key(self) -> tuple[int, int, str]:
+        """All that decides the recipe but for its cluster."""
+        return self.sequence, self.batch, self.training
+
+
+@dataclass(frozen=True)
+class Control:
+    """One control of the page.
+
+    Attributes:
+        key: a field of Workload, or the key of a setting after STRATEGY.
+        values: in the order in which they are shown.
+    """
+
+    key: str
+    title: str
+    values: tuple[Any, ...]
+
+    @property
+    def setting(self) -> str:
+        """The key of its setting; "" if it is of the workload."""
+        return self.key.removeprefix(STRATEGY) if self.key.startswith(STRATEGY) else ""
+
+    def labels(self) -> list[str]:
+        """The values as the page shows them."""
+        return [_label(value) for value in self.values]
+
+
+def _label(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+class Workloads:
+    """The recipe of every workload: the file's own, read anew with the overrides that make the difference."""
+
+    def __init__(self, file: Path, overrides: Sequence[str]) -> None:
+        """Raises RecipeError."""
+        self._file, self._overrides = file, tuple(overrides)
+        self.recipe = read_recipe(file, self._overrides, SETTINGS)[0]
+        self.cluster = cluster_of(self.recipe.cluster)
+        self.own = workload_of(self.recipe, self.cluster)
+        self._known: dict[tuple[int, int, str], Recipe | RecipeError] = {}
+        self._blueprints: dict[tuple[int, int, str], Blueprint] = {}
+
+    def recipe_of(self, workload: Workload) -> Recipe:
+        """The recipe of a workload, which trains on as many tokens as the file's own. Raises RecipeError."""
+        asked = workload.recipe_key
+        if asked not in self._known:
+            try:
+                changes = list(self._changes(workload))
+                self._known[asked] = read_recipe(self._file, [*self._overrides, *changes], SETTINGS)[0]
+            except RecipeError as error:
+                self._known[asked] = error
+        recipe = self._known[asked]
+        if isinstance(recipe, RecipeError):
+            raise recipe
+        if (workload.device, workload.devices) == (self.own.device, self.own.devices):
+            return recipe
+        return recipe.model_copy(update={"cluster": self._cluster(workload)})
+
+    def blueprint_of(self, workload: Workload) -> Blueprint:
+        """The model of a workload; the same object for all devices. Raises RecipeError."""
+        asked = workload.recipe_key
+        if asked not in self._blueprints:
+            self._blueprints[asked] = blueprint_of(self.recipe_of(workload))
+        return self._blueprints[asked]
+
+    def _changes(self, workload: Workload) -> Iterator[str]:
+        own, sizes = self.own, workload.batch * workload.sequence
+        if workload.sequence != own.sequence:
+            yield f"data.sequence_length={workload.sequence}"
+        if workload.batch != own.batch:
+            yield f"batch_size={workload.batch}"
+        if self.recipe.steps and sizes != own.batch * own.sequence:
+            yield f"steps={-(-self.recipe.steps * own.batch * own.sequence // sizes)}"
+        if workload.training != own.training:
+            yield from TRAININGS[workload.training]
+
+    def _cluster(self, workload: Workload) -> Any:
+        """The recipe's section ``cluster`` for other devices."""
+        mine, count = self.cluster, workload.devices
+        node = mine.devices_per_node if mine.nodes > 1 else max(count, 1)
+        profile = device_profile(workload.device)
+        if profile is not None and (mine.nodes == 1 or workload.device != self.own.device):
+            node = profile.node_devices
+        nodes, per_node = (1, count) if count <= node else (count // node, node)
+        if nodes * per_node != count:
+            raise RecipeError(f"{count} devices are no whole nodes of {node}", where="cluster")
+        changed = {"preset": None, "device": workload.device, "nodes": nodes, "devices_per_node": per_node}
+        if workload.device != self.own.device:  # their memory and price are their own
+            changed |= {"memory_gib": None, "host_memory_gib": None, "price_per_device_hour": None}
+        return self.recipe.cluster.model_copy(update=changed)
+
+
+def workload_of(recipe: Recipe, cluster: Cluster) -> Workload:
+    """The workload of a recipe."""
+    device = cluster.device.kind if cluster.device.traits.is_host else cluster.device.name
+    adapter, training = recipe.adapter, "full"
+    if adapter is not None:
+        plain = adapter.quantize == "none"
+        training = "DoRA" if adapter.name == "dora" else "LoRA" if plain else "QLoRA"
+    sizes = recipe.data.sequence_length, recipe.batch_size
+    return Workload(device, cluster.world_size, *sizes, training)
+
+
+# -- the controls and their values --------------------------------------------------------------------
+
+
+def controls_of(
+    workloads: Workloads, strategy: Strategy, measured: tuple[Workload, Strategy] | None
+) -> tuple[Control, ...]:
+    """All controls with more than one value, and those of the workload.
+
+    Args:
+        strategy: the chosen one of the recipe's plan.
+        measured: of a run whose values are shown, too.
+    """
+    own, others = workloads.own, [strategy]
+    runs = [own]
+    if measured is not None:
+        runs.append(measured[0])
+        others.append(measured[1])
+    kind = workloads.cluster.device.kind
+    devices = [own.device, *(name for name, profile in PROFILES.items() if profile.kind == kind)]
+    numbers = {int(own.devices * times) for times in TIMES} | {1 if own.devices <= 16 else own.devices}
+    batches = {max(1, int(own.batch * times)) for times in TIMES[1:-1]}
+    lengths = {max(16, int(own.sequence * times)) for times in TIMES}
+    made = [
+        Control("device", "device", tuple(dict.fromkeys([*devices, *(run.device for run in runs)]))),
+        Control("devices", "devices", _sorted(numbers - {0}, (run.devices for run in runs))),
+        Control("sequence", "sequence length", _sorted(lengths, (run.sequence for run in runs))),
+        Control("batch", "batch size", _sorted(batches, (run.batch for run in runs))),
+        Control("training", "training", tuple(dict.fromkeys([own.training, *TRAININGS]))),
+    ]
+    sizes = {max(1, int(strategy[MICRO_BATCH_SIZE] * times)) for times in TIMES} | {1}
+    sizes = {size for size in sizes if size <= own.batch}
+    values = {MICRO_BATCH_SIZE.key: _sorted(sizes, (other[MICRO_BATCH_SIZE] for other in others))}
+    values |= dict(_settings(workloads.recipe, workloads.cluster, others))
+    for setting in (MICRO_BATCH_SIZE, *(setting for technique in ORDER for setting in technique.settings)):
+        if len(listed := values.get(setting.key, ())) > 1:
+            made.append(Control(STRATEGY + setting.key, setting.key.replace("_", " "), listed))
+    return tuple(made)
+
+
+def _sorted(values: Iterable[int], others: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted({*values, *others}))
+
+
+def _settings(
+    recipe: Recipe, cluster: Cluster, strategies: Sequence[Strategy]
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Values of every setting: those of the strategies, and all that a plan may choose or compare.
+
+    Some settings have candidates only where another is not at its default, such as the schedule of a pipeline.
+    """
+    first = strategies[0]
+    cases = [first]
+    for technique in ORDER:
+        for setting in technique.settings:
+            values = candidates(setting, first, recipe, cluster)
+            cases += [
+                first.with_values(**{setting.key: value}) for value in values if value != first[setting]
+            ]
+    for technique in ORDER:
+        for setting in technique.settings:
+            listed = [strategy[setting] for strategy in strategies]
+            listed += [value for case in cases for value in candidates(setting, case, recipe, cluster)]
+            listed += extra(setting)
+            alike = [value for value in setting.alike if value != first[setting]]
+            same = alike if first[setting] in setting.alike else []
+            values = [value for value in dict.fromkeys(listed) if value not in same]
+            if all(type(value) is int for value in values):
+                values.sort()
+            yield setting.key, tuple(values)
+
+
+def candidates(
+    setting: Setting[Any], strategy: Strategy, recipe: Recipe, cluster: Cluster
+) -> Sequence[object]:
+    """What the planner may choose for a setting next to the others of a strategy; none where it only has a default."""
+    alone = strategy.with_values(**{setting.key: setting.default})
+    case = case_of(alone, cluster.world_size, recipe, cluster.devices_per_node)
+    return next(tuple(each.candidates(setting, case)) for each in ORDER if setting in each.settings)
+
+
+def extra(setting: Setting[Any]) -> list[Any]:
+    """Values that a plan compares, takes as a last resort, or that cost seconds once; and then the default."""
+    values = [*setting.compared, *setting.last_resort, *setting.once]
+    return [*values, setting.default] if values else values

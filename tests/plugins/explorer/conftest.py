@@ -1,0 +1,38 @@
+"""A small exploration: one model on two devices, with the first groups of its grid."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from shardwise.plugins.explorer import grid
+from shardwise.plugins.explorer.exploration import Exploration
+
+RECIPE = """\
+model: {layers: 2, width: 128, heads: 4, kv_heads: 2, ffn: 256, vocab: 32768, context: 256}
+data: {source: stdlib, tokenizer: bytes, sequence_length: 128}
+steps: 100
+batch_size: 8
+cluster: {preset: 2xH100-80GB, memory_gib: 1.9, price_per_device_hour: 2.5}
+strategy: {precision: bf16}
+"""
+GROUPS = 40
+
+
+@pytest.fixture(scope="session")
+def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("explored") / "small.yaml"
+    path.write_text(RECIPE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def exploration(recipe_path: Path) -> Exploration:
+    """All singles and some pairs of changes, on all devices of the kind. Session-wide: it takes seconds."""
+    with pytest.MonkeyPatch.context() as patched:
+        explored = Exploration(recipe_path, [], "small")
+        patched.setattr(grid, "MOST_POINTS", GROUPS * len(explored.devices))
+        explored.fill(math.inf, lambda: None)
+    return explored

@@ -1,0 +1,195 @@
+"""The explorer in a real browser: every width and colour scheme, choices, reasons, two points, and a served page.
+
+Screenshots go to the folder that SHARDWISE_SCREENSHOTS names, or to a temporary one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.plugins.explorer.exploration import Exploration
+from shardwise.plugins.explorer.page import ExplorationPage, write_page
+from shardwise.plugins.explorer.points import REFUSED
+from shardwise.plugins.live.server import page_server
+from tests.harness.browser import Browser, browser
+
+pytestmark = pytest.mark.plan
+
+WINDOWS = {"light": (1280, False), "dark": (1280, True), "phone": (390, False), "phone-dark": (390, True)}
+CLIPPED = """
+return [...document.querySelectorAll('h1, h2, h3, p, dd, legend, .values, td')]
+  .filter(e => e.scrollWidth > e.clientWidth + 1 && !e.closest('.scroll')).map(e => e.outerHTML)
+"""
+COLLIDING = """
+const boxes = [...document.querySelectorAll('#front text')].map(e => [e.textContent, e.getBoundingClientRect()]);
+return boxes.flatMap(([a, x], i) => boxes.slice(i + 1)
+  .filter(([b, y]) => x.left < y.right - 1 && y.left < x.right - 1 && x.top < y.bottom - 1 && y.top < x.bottom - 1)
+  .map(([b]) => `${a} / ${b}`))
+"""
+PRESSED = "return [...document.querySelectorAll('[aria-pressed=true]')].map(e => e.textContent)"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(exploration: Exploration, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "explore.html"
+    write_page(exploration, path)
+    return path
+
+
+def button(title: str, label: str) -> str:
+    """The script's expression for a value of a control."""
+    box = f"[...document.querySelectorAll('fieldset')].find(e => e.querySelector('legend').textContent === '{title}')"
+    return f"[...{box}.querySelectorAll('button')].find(e => e.textContent === '{label}')"
+
+
+def text(chromium: Browser, name: str) -> str:
+    found: str = chromium.run(f"return document.getElementById('{name}').textContent")
+    return found
+
+
+def test_every_width_and_scheme_without_errors_or_scrolling(
+    chromium: Browser, page: Path, tmp_path: Path
+) -> None:
+    folder = Path(os.environ.get("SHARDWISE_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    for window, (width, dark) in WINDOWS.items():
+        chromium.open(page, width=width, dark=dark, touch=width < 500)
+        for label in ("1", "2"):
+            chromium.run(f"{button('micro batch size', label)}.click()")
+            assert chromium.run(COLLIDING) == [], window
+        assert chromium.run("return document.documentElement.scrollWidth") == width, window
+        assert chromium.run(CLIPPED) == [], window
+        assert chromium.run("return document.querySelectorAll('#front circle').length") > 10
+        assert chromium.screenshot(folder / f"explore-{window}.png").startswith(b"\x89PNG")
+        assert chromium.errors() == [], window
+
+
+def test_a_choice_shows_its_point_and_its_recipe(
+    chromium: Browser, page: Path, exploration: Exploration
+) -> None:
+    chromium.open(page)
+    assert text(chromium, "recipe") == exploration.points[0].recipe
+    assert text(chromium, "line") == exploration.plan.line
+    assert text(chromium, "hours-of").startswith("to 102.4K tokens")
+    stage = str(exploration.plan.strategy.values["zero_stage"])
+    other = "3" if stage != "3" else "2"
+    chromium.run(f"{button('zero stage', other)}.click()")
+    assert f"zero_stage: {other}" in text(chromium, "recipe")
+    recipes = {point.recipe for point in exploration.points}
+    assert text(chromium, "recipe") in recipes
+    rows = chromium.run("return document.getElementById('pair').rows[0].innerText.split('\\t')")
+    assert rows[:3] == ["zero stage", stage, other]
+    chromium.run("document.getElementById('keep').click()")
+    assert chromium.run("return document.getElementById('pair').rows[0].cells[0].textContent") == "verdict"
+    chromium.command(
+        "Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]
+    )
+    place = chromium.run(
+        "const e = document.getElementById('copy'); e.scrollIntoView({block: 'center'});"
+        "const box = e.getBoundingClientRect(); return [box.left + 5, box.top + 5]"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        chromium.mouse(kind, *place, button="left", clickCount=1)
+    chromium.until("return document.getElementById('copied').textContent === 'copied'")
+    read = "navigator.clipboard.readText().then((text) => { window.read = text; })"
+    chromium.run(read)
+    assert chromium.until("return window.read") == text(chromium, "recipe")
+    assert chromium.errors() == []
+
+
+def test_refused_and_too_large_choices_say_why(
+    chromium: Browser, page: Path, exploration: Exploration
+) -> None:
+    chromium.open(page)
+    before = chromium.run(PRESSED)
+    chromium.run(f"{button('sequence length', '512')}.click()")
+    assert "longer than the model's context" in text(chromium, "said")
+    assert chromium.run(PRESSED) == before, "no point has it"
+    chromium.run(f"{button('optimizer in backward', 'true')}.click()")
+    assert "the norm to clip by is known only when" in text(chromium, "said")
+    large = next(
+        point
+        for point in exploration.points
+        if point.verdict == "does not fit" and point.workload == exploration.workloads.own
+    )
+    assert large.why in text(chromium, "why")
+    assert any(point.why in text(chromium, "why") for point in exploration.points if point.verdict == REFUSED)
+
+
+def test_prices_give_a_cost(chromium: Browser, page: Path) -> None:
+    chromium.open(page)
+    script = """
+    const price = document.getElementById('price');
+    price.value = arguments[0];
+    price.dispatchEvent(new Event('input'));
+    return document.getElementById('cost').textContent;
+    """
+    assert chromium.run("return document.getElementById('price').value") == "2.5"
+    costs = [float(chromium.run(script, price).replace(",", "")) for price in ("1e9", "2e9")]
+    assert costs[1] == pytest.approx(2 * costs[0], rel=1e-3) and costs[0] > 0
+    assert chromium.run(script, "") == chromium.run(script, "?") == "–"
+
+
+@pytest.fixture
+def served(recipe_path: Path) -> Iterator[tuple[Exploration, str]]:
+    """An exploration with the plan's points alone, and the address of its page."""
+    exploration = Exploration(recipe_path, [], "small")
+    exploration.add(exploration.predict(exploration.groups()[0]))
+    with page_server(ExplorationPage(exploration), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield exploration, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_served_page_fills_and_asks(chromium: Browser, served: tuple[Exploration, str]) -> None:
+    exploration, address = served
+    chromium.open(address)
+    chromium.run("window.same = true")
+    had = len(exploration.points)
+    chromium.run(f"{button('activation checkpointing', 'full')}.click()")
+    assert text(chromium, "said").startswith("predicting activation checkpointing full")
+    exploration.answer_asked(lambda: None, wait=10)
+    assert len(exploration.points) > had
+    chromium.until(
+        "return document.getElementById('recipe').textContent.includes('activation_checkpointing: full')"
+    )
+    exploration.add(exploration.predict(exploration.groups()[2]))
+    chromium.until(
+        f"return document.getElementById('count').textContent.startsWith('{len(exploration.points)} ')"
+    )
+    assert chromium.run("return window.same"), "without loading the page anew"
+    assert chromium.errors() == []
+
+
+def answer(address: str, **headers: str) -> Any:
+    request = urllib.request.Request(address, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_the_server_answers_its_own_page_alone(served: tuple[Exploration, str]) -> None:
+    address = served[1]
+    assert answer(address) == 200
+    assert answer(address + "now?0.0", Sec_Fetch_Site="same-origin") == 200
+    assert answer(address + "now?0.0", Sec_Fetch_Site="cross-site") == 403
+    assert answer(address, Host="example.org") == 403
+    assert answer(address + "etc/passwd") == 404
