@@ -139,7 +139,7 @@ def dry_run(
     known = None if TARGET_KERNELS[cluster.device.kind].is_host else shared_dry_runs()
     if known is None:
         return _run(recipe, blueprint, strategy, cluster, asked)
-    key = strategy, cluster.world_size, cluster.device.kind, asked
+    key = strategy, cluster.world_size, cluster.devices_per_node, cluster.device.kind, asked
     if key not in known:
         known[key] = _run(recipe, blueprint, strategy, cluster, asked)
     on_device = *key, _workspaces(cluster)

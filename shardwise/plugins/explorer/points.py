@@ -18,7 +18,8 @@ from shardwise.core.strategy import Strategy
 from shardwise.dryrun.sharing import sharing_dry_runs
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.model.blueprint import Blueprint
-from shardwise.planner.predictor import UNKNOWN, Predictor
+from shardwise.planner.predictor import Predictor
+from shardwise.planner.verdicts import UNKNOWN
 from shardwise.plugins.explorer.controls import Workload, Workloads
 from shardwise.plugins.explorer.grid import PointGroup
 from shardwise.recipe.load import dump_recipe
@@ -120,7 +121,7 @@ def _point(
     predictor, figures = Predictor(recipe, blueprint, cluster), None
     try:
         if not hopeless:
-            prediction = predictor.predict(strategy, quick=False)
+            prediction = predictor.confirm(strategy)
             peak = prediction.peak
             planned = PlannedPeak(peak.bytes, prediction.rank, peak.phase, peak.where)
             figures = PointFigures(planned, peak.ledger, prediction.step, prediction.host.total)
@@ -139,6 +140,6 @@ def _point(
         dump_recipe(recipe),
         one_line(strategy, layout_of(strategy, cluster.world_size), recipe.batch_size),
         cluster.capacity_bytes,
-        predictor.reserve_bytes,
+        predictor.verdicts.reserve_bytes,
         figures,
     )
