@@ -7,8 +7,8 @@ read for ``reshard_after_forward=never`` (stage 2).
 
 Dry runs have the loss and the recomputation of the row's software (stacks.py, practised.py): both hold more or less
 than Shardwise's. Rows without stages are predicted by whole dry runs, with the allocator's replay. Those with stages
-are predicted by shortened dry runs, without fragmentation. Of nanotron's sweeps all failures without stages are taken, every
-RAN-th of the others without stages, and every STAGED-th with stages.
+are predicted by shortened dry runs, without fragmentation. Of nanotron's sweeps all failures without stages are taken,
+every RAN-th of the others without stages, and every STAGED-th with stages.
 
 A failure counts as one of memory where the source says so, or where the same settings with a smaller micro-batch ran:
 the playbook (published_failures.csv) does not separate crashes from memory.

@@ -12,8 +12,8 @@ from shardwise.dryrun.model_flops import model_flops
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import predict
-from shardwise.planner.timing import predicted_step_time
 from shardwise.planner.ranks import predict_worst
+from shardwise.planner.timing import predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.flops import FlopCounter

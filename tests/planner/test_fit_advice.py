@@ -17,8 +17,8 @@ from shardwise.core.units import GiB
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner.fit_advice import advise
-from shardwise.planner.search import plan_for
 from shardwise.planner.ranks import predict_worst
+from shardwise.planner.search import plan_for
 from shardwise.recipe.load import load_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.report.fit_advice import advice_table

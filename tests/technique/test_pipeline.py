@@ -26,9 +26,9 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.balance import Costs, blocks_per_stage
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
-from shardwise.planner.search import plan_for
 from shardwise.planner.predict import predict
 from shardwise.planner.ranks import predict_worst
+from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part
