@@ -13,7 +13,8 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner import predict
-from shardwise.planner.choose import TELLS, _Search, choose_strategy, with_one_time_costs
+from shardwise.planner.choose import TELLS, _Walk, choose_strategy
+from shardwise.planner.one_time import with_one_time_costs
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Estimate, Predictor
 from shardwise.planner.search import plan_for
@@ -154,16 +155,16 @@ def test_children_have_one_larger_degree() -> None:
 
 def search(
     memory_mib: float | None = None, objective: str = "seconds", devices: int = 2, **pinned: object
-) -> _Search:
+) -> _Walk:
     """On a few devices, without model axes, which take seconds; of a model that estimates are composed for."""
     alone = {"tensor_parallel": 1, "sequence_parallel": 1, "pipeline_parallel": 1, "precision": "bf16"}
     strategy = {**alone, "loss": "logits", "replicate": 1, "compile": "none", **pinned}
     values: dict[str, Any] = {"model": {**WIDE, "layers": 5}, "strategy": strategy, "batch_size": 2 * devices}
     asked = recipe(f"{devices}xA100-80GB", memory_mib=memory_mib, plan={"objective": objective}, **values)
-    return _Search(Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster)), space(asked))
+    return _Walk(Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster)), space(asked))
 
 
-def confirmed(of: _Search) -> list[Prediction]:
+def confirmed(of: _Walk) -> list[Prediction]:
     """Every completion with every micro-batch, dry-run in full."""
     return [
         of.predictor.confirm(strategy.with_values(micro_batch_size=size))
@@ -172,7 +173,7 @@ def confirmed(of: _Search) -> list[Prediction]:
     ]
 
 
-def assert_nothing_is_better(of: _Search) -> None:
+def assert_nothing_is_better(of: _Walk) -> None:
     predictor, by_memory = of.predictor, of.predictor.by_memory
     chosen = choose_strategy(predictor)
     fitting = [full for full in confirmed(of) if predictor.fits(full) and not full.retries]
@@ -218,10 +219,10 @@ def test_fragmentation_of_what_failed_ends_the_search_early(monkeypatch: pytest.
     pins: dict[str, Any] = {"devices": 8, "activation_checkpointing": "none", "micro_batch_size": 2}
     lossy(monkeypatch, 1.0)
     least = min(full.peak.bytes for full in confirmed(search(**pins)))
-    learn, chosen, made = _Search._learn, [], []
+    learn, chosen, made = _Walk._learn, [], []
     for learning in (True, False):
         predictor = search(1.02 * least / 2**20, **pins).predictor
-        monkeypatch.setattr(_Search, "_learn", learn if learning else lambda *_: None)
+        monkeypatch.setattr(_Walk, "_learn", learn if learning else lambda *_: None)
         chosen.append(choose_strategy(predictor))
         assert predictor.fits(chosen[-1])
         made.append(len(predictor._predictions))
@@ -257,7 +258,7 @@ def test_stages_are_estimated_only_where_they_may_be_faster(computing: float, es
     pinned = {"loss": "logits", "activation_checkpointing": "none", "micro_batch_size": 1}
     model = {**MODEL, "layers": 5}
     asked = recipe("2xA100-80GB", strategy=alone | pinned, model=model, batch_size=8)
-    of = _Search(Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster)), space(asked))
+    of = _Walk(Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster)), space(asked))
     flat = next(iter(of.walked.values()))[0]
     of.fitting = [Estimate(flat, False, 1, 1, 0, 1.0, {})]
     of.reference = computing, of._sequences(flat)
