@@ -30,6 +30,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
+from shardwise.runtime.parallel.shard_slices import canonical_name, share, shared_names
 from shardwise.runtime.torch_private import flattened
 from shardwise.runtime.torch_private_fsdp import fsdp_initialise
 from shardwise.technique import ORDER, layout_of, micro_batches
@@ -131,7 +132,10 @@ def materialise(site: Site, device: torch.device) -> Run:
 def allocate(model: nn.Module, device: torch.device, on_host: bool) -> None:
     """Memory for this rank's shards, ``on_host`` in host memory, and for buffers, on the device."""
     if not on_host:
+        # to_empty() gives every name of a tied parameter memory of its own, which the optimizer would update, too.
+        tied = {canonical_name(alias): canonical_name(first) for alias, first in shared_names(model).items()}
         model.to_empty(device=device)
+        share(model, tied)
         return
     with host_memory(pinned=True):
         model.to_empty(device="cpu")

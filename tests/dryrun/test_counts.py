@@ -114,6 +114,14 @@ def test_stage_0_keeps_everything_on_every_rank() -> None:
     assert ledger.parameters == ledger.gradients == 4 * counted.parameters
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_tied_table_has_one_state(stage: int) -> None:
+    """The optimizer's two moments and a step count; a second table would be half of the model again."""
+    counted = run(recipe(1, 1, tied=True), zero_stage=stage)
+    ledger = max(counted.peaks.values(), key=lambda peak: peak.ledger.optimizer_state).ledger
+    assert 8 * counted.parameters <= ledger.optimizer_state < 8 * counted.parameters + 256
+
+
 def test_uneven_shards_differ_by_rank() -> None:
     asked = recipe(4, 4, vocab=509)
     first, last = run(asked, rank=0, zero_stage=3), run(asked, rank=3, zero_stage=3)
