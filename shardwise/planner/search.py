@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
 from shardwise.core.collector import frozen
 from shardwise.core.plan import DiskSpace, HostMemory, Plan, PlannedPeak, TimelinePoint
 from shardwise.core.progress import Progress, silent
@@ -32,12 +35,14 @@ def plan_for(
     *,
     compare: bool = True,
     progress: Progress = silent,
+    answered: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """Check the settings that the recipe pins and choose the others.
 
     Args:
         compare: also predict what one change of the chosen strategy would cost. This takes most of the time.
         progress: called with a line now and then.
+        answered: called with the plan before what it is compared with is estimated.
 
     Raises:
         RecipeError: when pinned settings break a rule.
@@ -47,9 +52,16 @@ def plan_for(
     predictor = Predictor(recipe, blueprint, cluster, progress=progress)
     with frozen():
         chosen = choose_strategy(predictor)
+        plan = _written_plan(predictor, chosen)
         if compare:
+            answered(plan)
             estimate_neighbours(predictor, chosen)
-        return _written_plan(predictor, chosen)
+            plan = replace(
+                plan,
+                candidates=compared_candidates(predictor, chosen),
+                reasons=tuple(_reasons(predictor, chosen)),
+            )
+        return plan
 
 
 def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
@@ -71,7 +83,7 @@ def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
         step=chosen.step,
         micro_batches=micro_batches(strategy, layout, recipe.batch_size),
         candidates=compared_candidates(predictor, chosen),
-        reasons=(*reasons(predictor, chosen), *scaling.scaling_sentences(recipe)),
+        reasons=tuple(_reasons(predictor, chosen)),
         assumptions=(
             *assumptions(cluster, cluster.device.traits.reserve),
             *once_in_words(strategy),
@@ -88,6 +100,11 @@ def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
         trained_parameters=predictor.blueprint.parameter_counts()[0],
         departures=predictor.blueprint.departures(digits_of(strategy).bits),
     )
+
+
+def _reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
+    yield from reasons(predictor, chosen)
+    yield from scaling.scaling_sentences(predictor.recipe)
 
 
 def _allocated(predictor: Predictor, chosen: Prediction) -> dict[int, int]:
