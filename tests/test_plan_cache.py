@@ -88,3 +88,23 @@ def test_a_repeated_plan_loads_no_torch(tmp_path: Path) -> None:
         "assert code == 0 and not {'torch', 'numpy'} & set(sys.modules), code"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_folder_s_model_is_planned_again_when_its_config_changes(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    asked = recipe(model={"hf": str(folder)})
+    assert [made(asked), made(asked)] == [1, 0]
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    assert [made(asked), made(asked)] == [1, 0]
+    (folder / "modeling.py").write_text("")
+    assert [made(asked), made(asked)] == [1, 1], "its code may change"
+    assert made(recipe(model={"hf": "org/name"})) == made(recipe(model={"hf": "org/name"})) == 1
+
+
+def test_what_factories_make_is_planned_anew() -> None:
+    asked = recipe(optimizer={"factory": "library:Optimizer"})
+    assert [made(asked), made(asked)] == [1, 1]
+    asked = recipe(objective={"factory": "own:objective"})
+    assert [made(asked), made(asked)] == [1, 1]

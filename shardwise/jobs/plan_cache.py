@@ -1,8 +1,9 @@
 """Plans in files: a plan that was made before is read, in a second, without loading torch.
 
 A file is named by a hash of all that its plan depends on: the recipe without its data's place, the cluster, the
-allocator's settings, the code of this package, the version of torch, the processor. A model from a factory or from
-Hugging Face is planned anew: its code and files may change under the same name.
+allocator's settings, the code of this package, the versions of torch and transformers, the processor, the config of a
+Hugging Face model's folder. Whatever a factory makes, and a model of the Hub, is planned anew: code and files may
+change under the same name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def cached_plan(recipe: Recipe, cluster: Cluster, compare: bool, make: Callable[[], Plan]) -> Plan:
     """The plan in the cache, else the one that ``make`` returns, which is then stored."""
-    path = None if recipe.model.factory or recipe.model.hf else _path(recipe, cluster, compare)
+    path = _path(recipe, cluster, compare)
     if path is None:
         return make()
     try:
@@ -48,9 +49,14 @@ def cached_plan(recipe: Recipe, cluster: Cluster, compare: bool, make: Callable[
 
 
 def _path(recipe: Recipe, cluster: Cluster, compare: bool) -> Path | None:
-    """The file of a plan; None where there is no place for caches."""
+    """The file of a plan; None where there is no place for caches, or where code or files may change."""
+    made_by_factories = (recipe.model.factory, recipe.objective, recipe.optimizer.factory)
+    config = _config_of(recipe.model.hf)
+    if config is None or any(made_by_factories):
+        return None
     key = key_of(
         [
+            config,
             recipe.model_dump_json(exclude=_READ_BY_NO_PLAN),
             cluster,
             compare,
@@ -64,6 +70,24 @@ def _path(recipe: Recipe, cluster: Cluster, compare: bool) -> Path | None:
     try:
         return default_root() / PLANS_FOLDER / f"{key}.json"
     except ResourceError:
+        return None
+
+
+def _config_of(model: str | None) -> str | None:
+    """The config of a Hugging Face folder, and the version of transformers; None for a model that is elsewhere.
+
+    A folder with code of its own counts as elsewhere.
+    """
+    if model is None:
+        return ""
+    folder = Path(model)
+    try:
+        if any(folder.glob("*.py")):
+            return None
+        files = (folder / name for name in ("config.json", "adapter_config.json"))
+        texts = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+        return "\n".join([importlib.metadata.version("transformers"), *texts]) if texts else None
+    except (OSError, importlib.metadata.PackageNotFoundError):
         return None
 
 
