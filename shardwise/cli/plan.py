@@ -151,9 +151,8 @@ def _read_recipe(recipe: Path, overrides: list[str], model: str | None, world: s
     """A recipe, or the one that another trainer's file becomes."""
     importers = plugin("importers.checked")
     if importers is not None and importers.is_foreign(recipe):
-        imported, sentences = importers.read_for_plan(recipe, overrides, model, world)
-        for sentence in sentences:
-            typer.echo(sentence, err=True)
+        imported, sentence = importers.read_for_plan(recipe, overrides, model, world)
+        typer.echo(sentence, err=True)
         return cast("Recipe", imported)
     if model is not None or world is not None:
         fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."

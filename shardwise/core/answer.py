@@ -5,13 +5,13 @@ Everything here follows from a plan, its recipe and the committed accuracy of pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.core.json_file import plain
-from shardwise.core.plan import Candidate, Unit
-from shardwise.core.units import format_bytes, format_change
+from shardwise.core.plan import Candidate, PeakIs, Unit
+from shardwise.core.units import format_bytes, format_percent
 
 SURE = 3.0
 """What costs seconds once is chosen where its predicted saving is so many times the cost: both are uncertain, and a run
@@ -88,7 +88,7 @@ class RunCost:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The nearest strategy with another value of one setting, or why none was predicted.
+    """The best strategy with another value of one setting, or why none was predicted.
 
     Attributes:
         setting: the key, with the chosen value and the other one.
@@ -105,6 +105,9 @@ class Alternative:
 
 
 PINNED = "the recipe pins"
+
+ABOUT: Mapping[PeakIs, str] = {"counted": "", "estimated": "about ", "at least": "at least "}
+"""What kind of figure a peak is, before it."""
 
 
 def pinned_in_words(keys: Iterable[str]) -> str:
@@ -128,9 +131,9 @@ class MemoryPrice:
     candidate: Candidate
 
     def sentence(self) -> str:
-        about = {"counted": "", "estimated": "about ", "at least": "at least "}[self.candidate.peak_is]
-        more = f"needs {about}{format_bytes(self.bytes)} more than the device has"
-        return f"{self.change} {more}: {format_change(self.time)} step time"
+        more = f"{ABOUT[self.candidate.peak_is]}{format_bytes(self.bytes)} more than the device has"
+        faster = format_percent(-self.time, decimals=0 if self.time < -0.0995 else 1)
+        return f"{self.change} would be {faster} faster; it needs {more}"
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class Answer:
         front: predicted strategies, fitting or not, that no other is better than in both memory and time; by memory.
         devices: numbers of devices that were tried, where the fewest are asked for.
         origins: of every number in ``plan --json``.
+        nearest: one for each setting, in the order of techniques.
         unpin: pins of the recipe without which the run fits and is faster, a sentence each.
     """
 
