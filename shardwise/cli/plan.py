@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 
 from shardwise.cli.common import AsJson, Overrides, path_option
 from shardwise.cli.export import Dtype
+from shardwise.cli.plan_versus import PlanCommand, variants
 from shardwise.cli.spinner import planning
 from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
@@ -51,6 +53,18 @@ WithinOption = Annotated[
 ]
 
 
+VersusOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vs",
+        help="compare with the recipe and these overrides, or with another recipe; may be repeated",
+        metavar="KEY=VALUE...|RECIPE",
+    ),
+]
+
+COMMAND = PlanCommand
+
+
 @dataclass(frozen=True)
 class _Options:
     """Options of the plan and of its output.
@@ -66,6 +80,7 @@ class _Options:
     as_json: bool
     top: int | None
     explain: bool
+    limits: bool
     full: bool
     html: Path | None
     snapshot: Path | None
@@ -86,6 +101,13 @@ def command(
     top: Annotated[int | None, typer.Option(help="show N candidates", min=1)] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
+    ] = False,
+    limits: Annotated[
+        bool,
+        typer.Option(
+            "--limits",
+            help="show the largest micro-batch, sequence and depth and the fewest devices that fit at this strategy",
+        ),
     ] = False,
     full: Annotated[
         bool, typer.Option("--full", help="also show alternatives, traffic, reasons and sources")
@@ -112,6 +134,7 @@ def command(
     ] = Dtype.fp32,
     model: ModelOption = None,
     world: WorldOption = None,
+    versus: VersusOption = None,
 ) -> None:
     """Choose the strategy, or check the pinned one: hours and cost, memory at the peak, time, the first candidates.
 
@@ -128,9 +151,23 @@ def command(
             "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
         )
     fewest = objective is Objective.devices
-    overrides = [*(overrides or ()), *_objective_of(objective, within)]
-    asked = _read_recipe(recipe, overrides, model, world)
-    _show_plan(asked, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot))
+    objectives = _objective_of(objective, within)
+    asked = _read_recipe(recipe, [*(overrides or ()), *objectives], model, world)
+    if versus:
+        if fewest or limits or explain or html or snapshot:
+            what = "--vs compares plans, and has no other output than --json"
+            raise RecipeError(what, where="command line", fix="plan each recipe alone for the rest")
+
+        def read(path: Path, changed: list[str]) -> Recipe:
+            foreign = path == recipe or _importers_of(path)
+            named = (model, world) if foreign else (None, None)
+            return _read_recipe(path, [*objectives, *changed], *named)
+
+        _show_versus([(str(recipe), asked), *variants(recipe, overrides or (), versus, read)], as_json)
+        return
+    _show_plan(
+        asked, _Options(recipe.stem, fewest, within, as_json, top, explain, limits, full, html, snapshot)
+    )
 
 
 def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
@@ -149,8 +186,7 @@ def _serving() -> ModuleType:
 
 def _read_recipe(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> Recipe:
     """A recipe, or the one that another trainer's file becomes."""
-    importers = plugin("importers.checked")
-    if importers is not None and importers.is_foreign(recipe):
+    if importers := _importers_of(recipe):
         imported, sentence = importers.read_for_plan(recipe, overrides, model, world)
         typer.echo(sentence, err=True)
         return cast("Recipe", imported)
@@ -161,6 +197,38 @@ def _read_recipe(recipe: Path, overrides: list[str], model: str | None, world: s
             "--model and --world are for other trainers' files", where=str(recipe), why=why, fix=fix
         )
     return read_request(recipe, overrides)[0]
+
+
+def _importers_of(recipe: Path) -> ModuleType | None:
+    """The plugin that reads other trainers' files, where the file is one."""
+    importers = plugin("importers.checked")
+    return importers if importers is not None and importers.is_foreign(recipe) else None
+
+
+def _show_versus(named: Sequence[tuple[str, Recipe]], as_json: bool) -> None:
+    """Plan each recipe, and print a table of the differences. The exit code is the first plan's."""
+    from shardwise.core.versus import Compared, versus_values
+    from shardwise.jobs.planning import make_plan, refuse_unfit
+    from shardwise.planner.answer import answer_of
+
+    compared: list[Compared] = []
+    for name, asked in named:
+        cluster = measured_cluster(asked)
+        with planning() as progress:
+            # Neighbours are in the object of --json, and in no table of differences.
+            plan = make_plan(asked, cluster, compare=as_json and not compared, progress=progress)
+        compared.append(Compared(name, plan, answer_of(asked, cluster, plan)))
+    first = compared[0]
+    if as_json:
+        values = first.plan.as_dict() | first.answer.as_dict() | {"versus": versus_values(compared)}
+        print(json.dumps(values, indent=1))
+    else:
+        from rich.console import Console
+
+        from shardwise.report.versus import versus_table
+
+        Console().print(versus_table(compared))
+    refuse_unfit(first.plan)
 
 
 def _show_plan(asked: Recipe, options: _Options) -> None:
@@ -183,6 +251,11 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
     from shardwise.planner.answer import answer_of
 
     answer = replace(answer_of(asked, cluster, plan), devices=tried)
+    if options.limits:
+        from shardwise.planner.limits import limits_of
+
+        with planning() as progress:
+            answer = replace(answer, limits=limits_of(asked, cluster, plan, progress))
     laws = plugin("scaling.report.standing")
     stands = laws.standing_of(asked, plan) if laws is not None else None
     if options.as_json:

@@ -152,6 +152,40 @@ class DeviceTry:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """How far one quantity goes at the plan's strategy, all else equal.
+
+    Attributes:
+        quantity: micro_batch_size | sequence_length | layers | devices.
+        now: what the plan has.
+        fits: the largest value that fits, or the fewest devices; None where none does.
+        peak_bytes: with it, by a full dry run; 0 where none fits.
+        stops: the next value, which does not fit; None where the range ends.
+        stop_bytes: with it; 0 where it is not possible.
+        reason: why it stops.
+        note: what goes with the value that fits.
+    """
+
+    quantity: str
+    now: int
+    fits: int | None
+    peak_bytes: int
+    stops: int | None
+    stop_bytes: int
+    reason: str
+    note: str = ""
+
+    def sentence(self) -> str:
+        fits = f"{self.fits:,} fits" if self.fits is not None else "no value fits"
+        fits += f" ({self.note})" if self.note else ""
+        return f"{self.quantity}: {fits}; {self.end()}"
+
+    def end(self) -> str:
+        """Where it stops, in words."""
+        return self.reason if self.stops is None else f"{self.stops:,} {self.reason}"
+
+
+@dataclass(frozen=True)
 class FigureOrigin:
     """Where figures come from.
 
@@ -175,6 +209,7 @@ class Answer:
         prices: what more memory would allow, the least first; each gives more than those before it.
         front: predicted strategies, fitting or not, that no other is better than in both memory and time; by memory.
         devices: numbers of devices that were tried, where the fewest are asked for.
+        limits: of ``plan --limits``.
         origins: of every number in ``plan --json``.
         nearest: one for each setting, in the order of techniques.
         unpin: pins of the recipe without which the run fits and is faster, a sentence each.
@@ -189,6 +224,7 @@ class Answer:
     devices: tuple[DeviceTry, ...] = ()
     origins: tuple[FigureOrigin, ...] = ()
     unpin: tuple[str, ...] = ()
+    limits: tuple[Limit, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The objects that ``plan --json`` adds to the plan."""

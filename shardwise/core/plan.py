@@ -205,6 +205,10 @@ class DiskSpace:
     bytes: Size
 
 
+EMPTIES_CACHE = "the allocator empties its cache"
+"""How the reason of a plan begins that fits only by that (planner/predict.py)."""
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """What will be trained and what it will need.
@@ -268,8 +272,8 @@ class Plan:
     @property
     def tight(self) -> str:
         """How the allocator makes room where the plan fits only by that; "" for others."""
-        # A chosen strategy has a reason only where the allocator has to empty its cache.
-        return next((c.reason for c in self.candidates if c.verdict == "chosen"), "") if self.fits else ""
+        reasons = (reason for reason in self.reasons if reason.startswith(EMPTIES_CACHE))
+        return next(reasons, "") if self.fits else ""
 
     @property
     def verdict(self) -> str:

@@ -32,6 +32,8 @@ def answer_sections(answer: Answer, width: int) -> Iterator[RenderableType]:
     yield from text_section("What binds", "", bulleted(answer.sentences(), ""))
     if answer.devices:
         yield from text_section("Devices", "the fewest that are enough", _devices(answer.devices))
+    if answer.limits:
+        yield from limit_rows(answer)
     if answer.nearest:
         yield ""
         yield _nearest_rows(answer, width)
@@ -91,6 +93,17 @@ def is_hardly_faster(candidate: Candidate, plan: Plan) -> bool:
     least = plan.step.seconds * (1 - TELLS)
     faster = least <= candidate.step_seconds < plan.step.seconds
     return faster and candidate.verdict == "fits" and PINNED not in candidate.reason
+
+
+def limit_rows(answer: Answer) -> Iterator[RenderableType]:
+    """How far each quantity goes: the last value that fits with its peak, and what the next one needs."""
+    table = columns("left", "right", "right", "left")
+    for limit in answer.limits:
+        fits = "none" if limit.fits is None else f"{limit.fits:,}"
+        peak = format_bytes(limit.peak_bytes) if limit.peak_bytes else ""
+        words = [limit.end(), *([f"with {limit.note}"] if limit.note else [])]
+        table.add_row(Text(limit.quantity), fits, peak, Text(one_line("; ".join(words)), "dim"))
+    yield from text_section("Limits", "what fits at this strategy, all else equal", table)
 
 
 def run_sentences(answer: Answer) -> Iterator[str]:

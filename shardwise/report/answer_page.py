@@ -25,6 +25,7 @@ def answer_values(plan: Plan, answer: Answer | None, advice: FitAdvice | None) -
         "front": shown,
         "run": list(run_sentences(answer)),
         "binds": list(answer.sentences()),
+        "limits": [limit.sentence() for limit in answer.limits],
         "nearest": [
             (change(alternative), alternative.candidate, reason(alternative))
             for alternative in answer.nearest

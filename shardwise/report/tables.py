@@ -31,6 +31,7 @@ from shardwise.report.answer import (
     best_alternatives,
     brief_answer,
     is_hardly_faster,
+    limit_rows,
 )
 from shardwise.report.layout import STACKED, VERDICT_STYLES, bulleted, columns, text_section
 from shardwise.report.notation import (
@@ -54,6 +55,10 @@ BRIEF_ROWS, BRIEF_PARTS = 5, 3
 """Rows of memory, and parts of a step's time, in the brief form."""
 
 _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
+
+
+LEAST_SHARE = 0.005
+"""Of a step's time, in the brief form: what would read <1 %."""
 
 
 def plan_table(
@@ -130,14 +135,18 @@ class PlanTable:
         yield from elsewhere
         if plan.fits:
             yield from text_section(
-                "Time of a step", seconds(plan.step.seconds), _time_table(plan, width, 0.005)
+                "Time of a step", seconds(plan.step.seconds), _time_table(plan, width, LEAST_SHARE)
             )
-            if self.top:
-                yield from self._considered(width)
-            elif answer is not None:
-                parts = sum(spent >= 0.005 * plan.step.seconds for spent in plan.step.split.values())
-                taken = len((*more, *answer.unpin, *elsewhere)) + max(0, parts - BRIEF_PARTS)
-                yield from best_alternatives(answer, plan, max(2, BRIEF_ALTERNATIVES - taken))
+        if plan.fits and self.top:
+            yield from self._considered(width)
+        if answer is not None and answer.limits:
+            yield from limit_rows(answer)
+        elif answer is not None and plan.fits and not self.top:
+            parts = sum(
+                spent >= LEAST_SHARE * sum(plan.step.split.values()) for spent in plan.step.split.values()
+            )
+            taken = len((*more, *answer.unpin, *elsewhere)) + max(0, parts - BRIEF_PARTS)
+            yield from best_alternatives(answer, plan, max(2, BRIEF_ALTERNATIVES - taken))
         ways = "--full shows the rest, --limits how far this goes"
         if plan.fits and len(plan.candidates) > self.top:
             ways += f", --top N of {len(plan.candidates)} strategies"
