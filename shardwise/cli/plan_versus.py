@@ -1,4 +1,4 @@
-"""``shardwise plan A --vs B``: what is compared. Several overrides may follow one ``--vs``, as they follow a recipe."""
+"""``shardwise plan A --vs B``: the recipes to compare. Overrides may follow ``--vs`` as they follow a recipe."""
 
 from __future__ import annotations
 
@@ -35,10 +35,15 @@ def grouped(arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def variants(
-    recipe: Path, overrides: Sequence[str], versus: Sequence[str], read: Callable[[Path, list[str]], Recipe]
+def recipes(
+    recipe: Path,
+    overrides: Sequence[str],
+    versus: Sequence[str],
+    read: Callable[[Path, Sequence[str]], Recipe],
 ) -> Iterator[tuple[str, Recipe]]:
-    """Each recipe to compare with, and its name: the first recipe with more overrides, or another one with its own."""
+    """The first recipe and those to compare it with, each with its name: the first one with more overrides, or another
+    with its own."""
+    yield str(recipe), read(recipe, overrides)
     for value in versus:
         first, *more = value.split(_SEPARATOR)
         if _OVERRIDE.match(first):

@@ -152,7 +152,7 @@ class DeviceTry:
 
 
 @dataclass(frozen=True)
-class Limit:
+class QuantityLimit:
     """How far one quantity goes at the plan's strategy, all else equal.
 
     Attributes:
@@ -224,7 +224,7 @@ class Answer:
     devices: tuple[DeviceTry, ...] = ()
     origins: tuple[FigureOrigin, ...] = ()
     unpin: tuple[str, ...] = ()
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[QuantityLimit, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The objects that ``plan --json`` adds to the plan."""

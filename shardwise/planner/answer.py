@@ -124,7 +124,7 @@ def _alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alte
 def _owner(recipe: Recipe, plan: Plan, candidate: Candidate) -> str:
     """The setting that a strategy is an alternative for: a pin that it changes, else the first setting of all.
 
-    What it changes besides gives memory back, or fills the devices.
+    Its further changes give memory back, or fill the devices.
     """
     return next(iter(_pins(recipe, plan, candidate) or plan.strategy.differences(candidate.strategy)))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from shardwise.core.answer import Limit
+from shardwise.core.answer import QuantityLimit
 from shardwise.core.collector import frozen
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate, Plan
@@ -65,14 +65,18 @@ class _Range:
     note: Callable[[int], str] = field(default=lambda value: "")
 
 
-def limits_of(recipe: Recipe, cluster: Cluster, plan: Plan, progress: Progress = silent) -> tuple[Limit, ...]:
+def limits_of(
+    recipe: Recipe, cluster: Cluster, plan: Plan, progress: Progress = silent
+) -> tuple[QuantityLimit, ...]:
     """The largest micro-batch, sequence and depth, and the fewest devices, at a plan's strategy."""
     pinned = recipe.model_copy(update={"strategy": dict(plan.strategy.values)})
     with frozen():
-        return tuple(_Search(varied, plan, progress).limit() for varied in _ranges(pinned, cluster, plan))
+        return tuple(
+            _LimitSearch(varied, plan, progress).limit() for varied in _ranges(pinned, cluster, plan)
+        )
 
 
-# -- what is varied -----------------------------------------------------------------------------------
+# -- the quantities -----------------------------------------------------------------------------------
 
 
 def _ranges(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[_Range]:
@@ -167,7 +171,7 @@ def _with_model(recipe: Recipe, **dimensions: int) -> Recipe:
 
 
 @dataclass
-class _Search:
+class _LimitSearch:
     """The predictions of one quantity, by index."""
 
     range: _Range
@@ -182,7 +186,7 @@ class _Search:
         here = Candidate(plan.strategy, plan.line, plan.peak.bytes, plan.step.seconds, verdict, plan.verdict)
         self._full[self.range.now] = here
 
-    def limit(self) -> Limit:
+    def limit(self) -> QuantityLimit:
         varied = self.range
         last = self._last_by_quick()
         while last and not self._fits(last):
@@ -193,10 +197,14 @@ class _Search:
         peak = self._in_full(last).peak_bytes if last else 0
         note = varied.note(value) if value is not None else ""
         if last == varied.most:
-            return Limit(varied.quantity, varied.value(varied.now), value, peak, None, 0, varied.end, note)
+            return QuantityLimit(
+                varied.quantity, varied.value(varied.now), value, peak, None, 0, varied.end, note
+            )
         stop = self._in_full(last + 1)
         now, stops = varied.value(varied.now), varied.value(last + 1)
-        return Limit(varied.quantity, now, value, peak, stops, stop.peak_bytes, self._need(stop), note)
+        return QuantityLimit(
+            varied.quantity, now, value, peak, stops, stop.peak_bytes, self._need(stop), note
+        )
 
     def _last_by_quick(self) -> int:
         """The largest index that fits by quick predictions; 0 if none does."""
@@ -241,7 +249,7 @@ class _Search:
         return self._full[index]
 
     def _predicted(self, index: int, *, quick: bool) -> tuple[Candidate, bool]:
-        """A candidate, and whether its peak has its fragmentation. What is not possible is invalid."""
+        """A candidate, and whether its peak has its fragmentation. An impossible one is invalid."""
         value = self.range.value(index)
         self.progress(f"{self.range.quantity} {value:,}")
         predictor, strategy = self.range.trial(value)

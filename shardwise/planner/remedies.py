@@ -120,7 +120,7 @@ class Trials:
 
 
 def _candidates(predictor: Predictor, key: str, strategy: Strategy | None = None) -> Sequence[object]:
-    """What the planner may choose for a setting, beside a strategy's others."""
+    """Values that the planner may choose for a setting of a strategy; of the pinned one by default."""
     recipe, cluster = predictor.recipe, predictor.cluster
     strategy = strategy or strategy_from(recipe.strategy)
     case = case_of(strategy, cluster.world_size, recipe, cluster.devices_per_node)

@@ -28,8 +28,8 @@ ALIKE = 5e-4
 """Relative changes that would read 0.0 %."""
 
 
-BESIDE = 2
-"""Plans beside the first one, in a table of 80 columns."""
+MOST_OTHERS = 2
+"""Further plans in one table, which has 80 columns then."""
 
 
 def versus_table(compared: Sequence[Compared]) -> RenderableType:
@@ -37,8 +37,8 @@ def versus_table(compared: Sequence[Compared]) -> RenderableType:
     names = [_name(index) for index in range(len(compared))]
     rows = list(figures(compared))
     parts: list[RenderableType] = [*_heads(names, compared)]
-    for start in range(1, len(compared), BESIDE):
-        parts += ["", _table(names, rows, range(start, min(start + BESIDE, len(compared))))]
+    for start in range(1, len(compared), MOST_OTHERS):
+        parts += ["", _table(names, rows, range(start, min(start + MOST_OTHERS, len(compared))))]
     return Group(*parts)
 
 
@@ -49,7 +49,7 @@ def _name(index: int) -> str:
 
 
 def _table(names: Sequence[str], rows: Sequence[Figure], others: range) -> RenderableType:
-    """The first plan, and others beside it."""
+    """The first plan, and some others."""
     titles = ["", names[0], *chain.from_iterable((names[other], "change") for other in others)]
     table = columns(*("left", *("right",) * (len(titles) - 1)), titles=tuple(titles))
     for row in rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.core.answer import Limit
+from shardwise.core.answer import QuantityLimit
 from shardwise.core.plan import Plan
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
@@ -49,7 +49,7 @@ def planned(recipe: Recipe, *overrides: str) -> Plan:
     return plan_for(changed, blueprint_of(changed), cluster_of(changed.cluster), compare=False)
 
 
-def limits(recipe: Recipe) -> tuple[Plan, Recipe, dict[str, Limit]]:
+def limits(recipe: Recipe) -> tuple[Plan, Recipe, dict[str, QuantityLimit]]:
     """The plan, its recipe with all settings pinned, and its limits."""
     plan = planned(recipe)
     pinned = recipe.model_copy(update={"strategy": dict(plan.strategy.values)})
@@ -57,7 +57,7 @@ def limits(recipe: Recipe) -> tuple[Plan, Recipe, dict[str, Limit]]:
 
 
 def overrides_of(quantity: str, value: int) -> list[str]:
-    """What sets a quantity in a recipe, and what has to grow with it."""
+    """The overrides that set a quantity, and those that grow with it."""
     return {
         "micro_batch_size": [f"strategy.micro_batch_size={value}", f"batch_size={max(16, 4 * value)}"],
         "sequence_length": [f"data.sequence_length={value}", f"model.context={max(512, value)}"],
@@ -101,6 +101,6 @@ def test_stages_are_varied_together() -> None:
 
 
 def test_a_value_of_which_none_fits() -> None:
-    limit = Limit("sequence_length", 512, None, 0, 32, 2**30, "needs 1.00 GiB of 0.90 GiB")
+    limit = QuantityLimit("sequence_length", 512, None, 0, 32, 2**30, "needs 1.00 GiB of 0.90 GiB")
     assert limit.sentence() == "sequence_length: no value fits; 32 needs 1.00 GiB of 0.90 GiB"
     assert replace(limit, fits=16).sentence().startswith("sequence_length: 16 fits; 32 needs")
