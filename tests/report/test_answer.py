@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.core.answer import Alternative, Answer, DeviceTry, FigureOrigin, Interval, MemoryPrice, RunCost
+from shardwise.core.answer import (
+    Alternative,
+    Answer,
+    DeviceTry,
+    FigureOrigin,
+    Interval,
+    MemoryPrice,
+    QuantityLimit,
+    RunCost,
+)
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.report.front import differs, memory_against_time
@@ -64,6 +73,16 @@ def test_all_of_it_is_said(plan: Plan, answer: Answer) -> None:
     assert "4 4 d 02 h 980 takes longer" in text and "8 2 d 01 h 987 enough" in text
     assert "counted: memory by dry runs" in text
     assert text.index("The run") < text.index("Memory at the peak") < text.index("Considered")
+
+
+def test_limits_are_rows_of_the_plan_and_take_the_room_of_alternatives(plan: Plan, answer: Answer) -> None:
+    layers = QuantityLimit("layers", 32, 34, 76 * GiB, 35, 78 * GiB, "needs 80.00 GiB of 79.10 GiB")
+    batch = QuantityLimit("micro_batch_size", 1, None, 0, 1, 0, "is not possible: why", "batch_size 8")
+    limited = replace(answer, limits=(layers, batch))
+    for text in (plan_text(plan, 80, answer=limited), plan_text(plan, 80, answer=limited, brief=True)):
+        assert "Alternatives" not in text and "Limits   what fits at this strategy" in text
+        assert re.search(r"  layers +34 +76.00 GiB  35 needs 80.00 GiB of 79.10 GiB", text)
+        assert re.search(r"  micro_batch_size +none +1 is not possible: why; with batch_size 8", text)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
