@@ -54,10 +54,7 @@ class Trials:
     outcomes: list[RemedyOutcome] = field(default_factory=list)
 
     def try_remedy(self, remedy: Remedy) -> None:
-        """Predict its tries up to the first that fits, where the recipe has what the remedy changes.
-
-        What fits with pins dropped alone is no advice to drop them: it is tried where nothing else fits.
-        """
+        """Predict its tries up to the first that fits, where the recipe has what the remedy changes."""
         asked = _changed(self.recipe, remedy)
         if asked is None:
             return
