@@ -19,6 +19,7 @@ from shardwise.cli.plan_versus import PlanCommand, recipes
 from shardwise.cli.spinner import planning
 from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
+from shardwise.core.plan import Plan
 from shardwise.core.plugins import plugin, require_plugin
 from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.recipe.installed import recipe_file
@@ -246,11 +247,24 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
 
     cluster = measured_cluster(asked)
     tried: tuple[DeviceTry, ...] = ()
-    with planning() as progress:
+    told: list[Plan] = []
+
+    def tell(plan: Plan) -> None:
+        """The answer's first lines, while the planner goes on with the alternatives."""
+        if not options.as_json:
+            from rich.console import Console
+
+            from shardwise.report.tables import plan_table
+
+            working.stop()
+            Console().print(plan_table(plan, part="head"))
+            told.append(plan)
+
+    with planning() as working:
         if options.fewest:
             search = require_plugin("fewest_devices.search", "--for devices")
-            asked, cluster, tried = search.fewest_devices(asked, cluster, options.within, progress)
-        plan = make_plan(asked, cluster, compare=True, progress=progress)
+            asked, cluster, tried = search.fewest_devices(asked, cluster, options.within, working)
+        plan = make_plan(asked, cluster, compare=True, progress=working, answered=tell)
     advice = None
     if options.explain or not plan.fits:
         from shardwise.planner.fit_advice import advise  # loads torch
@@ -279,8 +293,8 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
         from shardwise.report.fit_advice import advice_table
         from shardwise.report.tables import plan_table
 
-        standing = stands.sentences() if stands else ()
-        Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full))
+        standing, part = stands.sentences() if stands else (), "rest" if told else "whole"
+        Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full, part=part))
         if advice is not None:
             Console().print(advice_table(advice))
     if options.html is not None:

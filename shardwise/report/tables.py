@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -61,6 +62,9 @@ LEAST_SHARE = 0.005
 """Of a step's time, in the brief form: what would read <1 %."""
 
 
+PlanPart: TypeAlias = Literal["whole", "head", "rest"]
+
+
 def plan_table(
     plan: Plan,
     top: int | None = None,
@@ -68,6 +72,7 @@ def plan_table(
     answer: Answer | None = None,
     *,
     brief: bool = False,
+    part: PlanPart = "whole",
 ) -> RenderableType:
     """The output of `shardwise plan`.
 
@@ -76,9 +81,10 @@ def plan_table(
         standing: sentences about the run against a scaling law.
         answer: hours and cost, the nearest alternatives, what binds.
         brief: one screen.
+        part: its three first lines (head), the others (rest), or the whole.
     """
     shown = (0 if brief else SHOWN_CANDIDATES) if top is None else max(0, top)
-    return PlanTable(plan, shown, tuple(standing), answer, brief)
+    return PlanTable(plan, shown, tuple(standing), answer, brief, part)
 
 
 def plan_text(
@@ -106,11 +112,15 @@ class PlanTable:
     standing: tuple[str, ...] = ()
     answer: Answer | None = None
     brief: bool = False
+    part: PlanPart = "whole"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(width=min(options.max_width, WIDEST_TABLE))
         width = options.max_width
-        parts = Group(*(self._brief(width) if self.brief else self._parts(width)))
+        if self.part == "head":
+            parts = Group(*headline(self.plan))
+        else:
+            parts = Group(*(self._brief(width) if self.brief else self._parts(width)))
         for segment in console.render(parts, options):
             if options.ascii_only and not segment.control:
                 text = segment.text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
@@ -121,7 +131,7 @@ class PlanTable:
         """One screen. A plan that does not fit has no time and no alternatives worth showing."""
         plan, answer = self.plan, self.answer
         more = [*plan.departures]
-        yield from headline(plan, answer)
+        yield from self._headline()
         if more:
             yield bulleted(more, "")
         if answer is not None:
@@ -152,6 +162,13 @@ class PlanTable:
             ways += f", --top N of {len(plan.candidates)} strategies"
         yield from ("", Text(ways, "dim"))
 
+    def _headline(self) -> Iterator[Text]:
+        """The three lines of a printed plan, if they are not told; then pins that cost time."""
+        if self.part == "whole":
+            yield from headline(self.plan)
+        for sentence in self.answer.unpin if self.answer else ():
+            yield Text(one_line(sentence), "bold yellow")
+
     def _considered(self, width: int) -> Iterator[RenderableType]:
         """The first candidates, and what their signs mean."""
         shown = self.plan.candidates[: self.top]
@@ -163,7 +180,7 @@ class PlanTable:
 
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan
-        yield from headline(plan, self.answer)
+        yield from self._headline()
         if self.answer is not None:
             yield from answer_sections(self.answer, width)
         device = _ledger_table(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
@@ -192,8 +209,8 @@ class PlanTable:
 # -- the parts --------------------------------------------------------------------------------------
 
 
-def headline(plan: Plan, answer: Answer | None = None) -> Iterator[Text]:
-    """The three lines of a printed plan; then pins that cost time."""
+def headline(plan: Plan) -> Iterator[Text]:
+    """The three lines of a printed plan."""
     strategy, figures, judged = str(plan).split("\n")
     yield Text(strategy, "bold")
     yield Text(figures)
@@ -201,8 +218,6 @@ def headline(plan: Plan, answer: Answer | None = None) -> Iterator[Text]:
     style = "bold yellow" if plan.tight else "bold green" if plan.fits else "bold red"
     verdict.stylize(style, 0, len(plan.verdict))
     yield verdict
-    for sentence in answer.unpin if answer else ():
-        yield Text(one_line(sentence), "bold yellow")
 
 
 def _other_memory(plan: Plan) -> Iterator[str]:
