@@ -136,6 +136,16 @@ def test_the_front_is_drawn_with_labels_that_do_not_overlap(plan: Plan, answer: 
     assert "zero2×8" in svg(figure, "front")
 
 
+def test_a_far_budget_does_not_flatten_the_front(plan: Plan, answer: Answer) -> None:
+    largest = max(candidate.peak_bytes for candidate in plan.candidates)
+    axes = memory_against_time(replace(plan, capacity_bytes=8 * largest, reserve_bytes=0), answer.front).axes[
+        0
+    ]
+    assert axes.get_title(loc="left").startswith("capacity ") and axes.get_ylim()[1] < 2 * largest / GiB
+    near = memory_against_time(plan, answer.front).axes[0]
+    assert not near.get_title(loc="left") and near.get_ylim()[1] > plan.capacity_bytes / GiB
+
+
 @pytest.mark.parametrize("width", [WIDE_INCHES, NARROW_INCHES])
 def test_many_strategies_are_labelled_once_and_off_the_points(plan: Plan, width: float) -> None:
     """Close together, some with long names; the chosen one is on the front as an equal object, as from a file."""
