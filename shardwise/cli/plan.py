@@ -291,9 +291,10 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
         from rich.console import Console
 
         from shardwise.report.fit_advice import advice_table
-        from shardwise.report.tables import plan_table
+        from shardwise.report.tables import PlanPart, plan_table
 
-        standing, part = stands.sentences() if stands else (), "rest" if told else "whole"
+        standing = stands.sentences() if stands else ()
+        part: PlanPart = "rest" if told else "whole"
         Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full, part=part))
         if advice is not None:
             Console().print(advice_table(advice))
