@@ -38,11 +38,12 @@ def estimate_neighbours(predictor: Predictor, chosen: Prediction) -> None:
 def _estimate(predictor: Predictor, neighbour: Strategy, known: Estimate) -> Estimate | None:
     """None for one that takes too much by its lower bound, or that cannot be built here."""
     try:
-        if divides_states_alike(neighbour, known.strategy) or predictor.may_fit(neighbour):
+        if not (divides_states_alike(neighbour, known.strategy) or predictor.may_fit(neighbour)):
+            return None
+        try:
             return predictor.relative(neighbour, known)
-        return None
-    except NotComposable:
-        return predictor.estimate(neighbour)
+        except NotComposable:
+            return predictor.estimate(neighbour)
     except RecipeError:
         return None
     except Exception as error:  # of the model or a kernel, in a strategy that is only compared
@@ -90,7 +91,8 @@ def _near_values(technique: Technique, setting: Setting[Any], case: Case) -> Ite
             and layout_of(case.strategy.with_values(**{setting.key: value}), case.world_size) != here
         )
         yield from (*[d for d in degrees if d < mine][-1:], *[d for d in degrees if d > mine][:1])
-    yield from setting.last_resort[:1]
+    if not isinstance(technique, Dividing):  # the last resort of one that divides needs other settings' last resorts
+        yield from setting.last_resort[:1]
 
 
 def compared_candidates(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:

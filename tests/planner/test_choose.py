@@ -14,11 +14,10 @@ from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner import predict
 from shardwise.planner.choose import TELLS, _Walk, choose_strategy
-from shardwise.planner.one_time import with_one_time_costs
 from shardwise.planner.predict import Prediction
-from shardwise.planner.predictor import Estimate, Predictor
-from shardwise.planner.search import plan_for
+from shardwise.planner.predictor import Predictor
 from shardwise.planner.space import Space, children
+from shardwise.planner.verdicts import Estimate
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, layout_of, strategy_from
@@ -49,6 +48,10 @@ def space(asked: Recipe, last_resort: bool = False) -> Space:
 
 def every(of: Space) -> list[Strategy]:
     return [each for origins in of.meshes().values() for origin in origins for each in of.completions(origin)]
+
+
+def fits(of: Predictor, prediction: Prediction) -> bool:
+    return of.fits(of.estimate(prediction.strategy))
 
 
 def test_every_axis_and_every_part_is_in_the_space() -> None:
@@ -114,7 +117,7 @@ def test_the_gradients_of_one_card_can_leave_it(memory_mib: float) -> None:
     chosen = choose_strategy(predictor)
     assert chosen.strategy.values["zero_stage"] == 3
     assert chosen.strategy.values["offload"].endswith("optimizer+parameters")
-    assert predictor.fits(chosen) == (memory_mib == 900)
+    assert fits(predictor, chosen) == (memory_mib == 900)
     assert chosen.peak.bytes < 900 << 20, "where nothing fits, the strategy that needs least is named"
 
 
@@ -176,7 +179,7 @@ def confirmed(of: _Walk) -> list[Prediction]:
 def assert_nothing_is_better(of: _Walk) -> None:
     predictor, by_memory = of.predictor, of.predictor.by_memory
     chosen = choose_strategy(predictor)
-    fitting = [full for full in confirmed(of) if predictor.fits(full) and not full.retries]
+    fitting = [full for full in confirmed(of) if fits(predictor, full) and not full.retries]
     values = {full.strategy: full.sum_bytes if by_memory else full.step.seconds for full in fitting}
     assert len(values) > 1 and values[chosen.strategy] <= min(values.values()) * (1 + TELLS)
 
@@ -224,7 +227,7 @@ def test_fragmentation_of_what_failed_ends_the_search_early(monkeypatch: pytest.
         predictor = search(1.02 * least / 2**20, **pins).predictor
         monkeypatch.setattr(_Walk, "_learn", learn if learning else lambda *_: None)
         chosen.append(choose_strategy(predictor))
-        assert predictor.fits(chosen[-1])
+        assert fits(predictor, chosen[-1])
         made.append(len(predictor._predictions))
     assert chosen[0].strategy == chosen[1].strategy
     assert made[0] < made[1]
@@ -235,7 +238,7 @@ def test_fragmentation_is_that_of_the_same_recomputation_and_loss() -> None:
     of = search(1000)
     plain = strategy_from({"precision": "bf16", "zero_stage": 1, "micro_batch_size": 2})
 
-    def fits(strategy: Strategy, share: float, exact: bool = False) -> bool:
+    def may_fit(strategy: Strategy, share: float, exact: bool = False) -> bool:
         size = int(share * of.predictor.budget_bytes)
         return of._fits(Estimate(strategy, exact, size, size, 0, 1.0, {}))
 
@@ -246,9 +249,9 @@ def test_fragmentation_is_that_of_the_same_recomputation_and_loss() -> None:
         of._learn(replace(full, run=replace(full.run, replay=replay)))
     for change in ({}, {"zero_stage": 3}, {"micro_batch_size": 1}, {"compile": "block"}):
         strategy = plain.with_values(**change)
-        assert fits(strategy, 0.83) and not fits(strategy, 0.87) and fits(strategy, 0.99, exact=True)
+        assert may_fit(strategy, 0.83) and not may_fit(strategy, 0.87) and may_fit(strategy, 0.99, exact=True)
     for change in ({"loss": "chunked"}, {"activation_checkpointing": "full"}, {"offload": "activations"}):
-        assert fits(plain.with_values(**change), 0.9)
+        assert may_fit(plain.with_values(**change), 0.9)
 
 
 @pytest.mark.parametrize(("computing", "estimated"), [(0.95, False), (0.5, True)])
@@ -263,89 +266,3 @@ def test_stages_are_estimated_only_where_they_may_be_faster(computing: float, es
     of.fitting = [Estimate(flat, False, 1, 1, 0, 1.0, {})]
     of.reference = computing, of._sequences(flat)
     assert bool(of._stage_estimates()) == estimated
-
-
-# -- values that cost seconds once --------------------------------------------------------------------------
-
-
-def one_process(steps: int, objective: str = "seconds", **strategy: object) -> Predictor:
-    values: dict[str, Any] = {
-        "model": MODEL,
-        "data": {"sequence_length": 64},
-        "steps": steps,
-        "batch_size": 8,
-        "cluster": {"device": "cpu", "devices_per_node": 1},
-        "strategy": {"precision": "fp32", **strategy},
-        "plan": {"objective": objective},
-    }
-    asked = recipe_of(values, SETTINGS)
-    return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
-
-
-ONE_SECOND = Estimate(strategy_from({"precision": "fp32"}), False, 1, 1, 0, 1.0, {})
-
-
-def tried(of: Predictor, best: Estimate = ONE_SECOND) -> list[tuple[str, float]]:
-    """Values of compile to confirm, and the most seconds of their steps."""
-    return [(each.values["compile"], most) for each, most in with_one_time_costs(of, best)]
-
-
-def test_a_run_of_enough_steps_may_be_compiled() -> None:
-    """Compiling takes 30 s and has to save three times as much, of which a step can save 15 % at most."""
-    assert [kind for kind, _ in tried(one_process(590))] == ["none"]
-    (kind, most), (plain, unlimited) = tried(one_process(900))
-    assert (kind, plain, unlimited) == ("block", "none", float("inf"))
-    assert most == pytest.approx(0.9)
-
-
-def test_only_what_is_free_and_is_asked_for_is_compiled() -> None:
-    epochs = one_process(1)
-    epochs.recipe = epochs.recipe.model_copy(update={"steps": 0, "epochs": 3.0})
-    for of in (one_process(10_000, objective="memory"), one_process(10_000, compile="none"), epochs):
-        assert [kind for kind, _ in tried(of)] == ["none"]
-
-
-@pytest.mark.parametrize(("seconds", "kinds"), [(0.9995, ["none"]), (0.5, ["block", "none"])])
-def test_compiled_stages_are_dry_run_only_where_their_blocks_are_faster(
-    seconds: float, kinds: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def estimate(self: Predictor, strategy: Strategy, *, alone: bool) -> Estimate:
-        return replace(ONE_SECOND, seconds=seconds if strategy.values["compile"] == "block" else 1.0)
-
-    monkeypatch.setattr(Predictor, "estimate", estimate)
-    asked = recipe("2xA100-80GB", strategy={"precision": "bf16"}).model_copy(update={"steps": 10_000})
-    staged = replace(ONE_SECOND, strategy=strategy_from({"precision": "bf16", "pipeline_parallel": 2}))
-    of = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
-    assert [kind for kind, _ in tried(of, staged)] == kinds
-
-
-@pytest.mark.parametrize(("share", "kind"), [(0.5, "block"), (0.9, "none"), (1.1, "none")])
-def test_compiled_blocks_are_chosen_where_the_run_gains(
-    share: float, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a step's seconds compiled blocks need a share; 15 % less are needed to pay."""
-    confirm = Predictor.confirm
-
-    def stretched(self: Predictor, strategy: Strategy) -> Prediction:
-        plain = confirm(self, strategy.with_values(compile="none"))
-        seconds = plain.step.seconds * (share if strategy.values["compile"] == "block" else 1.0)
-        return replace(plain, strategy=strategy, step=replace(plain.step, seconds=seconds))
-
-    of = one_process(1, micro_batch_size=8, activation_checkpointing="none", loss="logits")
-    step = of.confirm(strategy_from({**of.recipe.strategy})).step.seconds
-    of.recipe = of.recipe.model_copy(update={"steps": int(90 / (0.149 * step))})
-    monkeypatch.setattr(Predictor, "confirm", stretched)
-    assert choose_strategy(of).strategy.values["compile"] == kind
-
-
-@pytest.mark.long
-def test_a_long_run_is_compiled() -> None:
-    """The plan says the assumption."""
-    plans = []
-    for steps in (10, 1_000_000):
-        asked = one_process(steps).recipe
-        asked = asked.model_copy(update={"model": asked.model.model_copy(update={"width": 128, "ffn": 320})})
-        plans.append(plan_for(asked, blueprint_of(asked), cluster_of(asked.cluster), compare=False))
-    assert [plan.strategy.values["compile"] for plan in plans] == ["none", "block"]
-    assert plans[1].step.seconds < plans[0].step.seconds
-    assert any(line.startswith("compile block is assumed to take 30 s") for line in plans[1].assumptions)
