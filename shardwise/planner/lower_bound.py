@@ -130,7 +130,8 @@ def _state_bytes(
 ) -> tuple[int, int, int]:
     """The most bytes of weights, gradients and states of rank 0; both numbers of parameters of ``depth`` blocks."""
     model = recipe.model.model_copy(update={"layers": depth})
-    blueprint = blueprint_of(recipe.model_copy(update={"model": model}))
+    recipe = recipe.model_copy(update={"model": model})
+    blueprint = blueprint_of(recipe)
     run = dry_run(recipe, blueprint, strategy, replace(node, devices_per_node=ranks))
     rows = ("parameters", "master_weights", "gradients", "optimizer_state")
     most = max(sum(getattr(point.ledger, row) for row in rows) for point in run.timeline)
