@@ -92,7 +92,9 @@ def _near_values(technique: Technique, setting: Setting[Any], case: Case) -> Ite
             and layout_of(case.strategy.with_values(**{setting.key: value}), case.world_size) != here
         )
         yield from (*[d for d in degrees if d < mine][-1:], *[d for d in degrees if d > mine][:1])
-    if not isinstance(technique, Dividing):  # the last resort of one that divides needs other settings' last resorts
+    if not isinstance(
+        technique, Dividing
+    ):  # the last resort of one that divides needs other settings' last resorts
         yield from setting.last_resort[:1]
 
 
