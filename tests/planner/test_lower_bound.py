@@ -57,7 +57,7 @@ def test_bound_is_below_what_is_held_and_near_it(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bound_counts_gathered_weights_and_is_below_the_peak(stage: int) -> None:
-    """Stages 1 and 2 keep the cast weights of the whole model: 2 bytes of each, beside 12 that are divided."""
+    """Stages 1 and 2 keep the cast weights of the whole model: 2 bytes of each; 12 more are divided."""
     values = {"model": MODEL, "data": {"sequence_length": 8}, "steps": 1, "batch_size": 4}
     recipe = recipe_of({**values, "cluster": {"device": "cpu", "devices_per_node": 4}}, SETTINGS)
     strategy = strategy_from({"precision": "bf16", "zero_stage": stage})
