@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from shardwise.plugins.explorer.exploration import Exploration
@@ -51,10 +52,10 @@ def main() -> None:
                 reached[0] = spent
             if exploration.predicted >= NEEDED and not reached[1]:
                 reached[1] = spent
-                print(f"{NEEDED} points after {spent:.1f} s; {processor_seconds():.0f} s of this process")
+                print(f"{NEEDED} points after {spent:.1f} s; {processor_seconds():.0f} s of all processes")
 
         exploration.fill(options.seconds - (time.monotonic() - began), changed)
-        wall, spent = time.monotonic() - began, processor_seconds(resource.RUSAGE_CHILDREN)
+        wall, spent = time.monotonic() - began, processor_seconds()
         page = len(page_of(exploration).encode())
         print(f"first points after {reached[0]:.1f} s")
         print(
@@ -63,11 +64,11 @@ def main() -> None:
         sys.exit(1 if differing(exploration, options.compare) else 0)
 
 
-def processor_seconds(children: int | None = None) -> float:
-    """Of this process so far, and of its children that have ended."""
-    kinds = [resource.RUSAGE_SELF, *([] if children is None else [children])]
-    usages = [resource.getrusage(kind) for kind in kinds]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def processor_seconds() -> float:
+    """Of this process and its children, those that have ended among them."""
+    own = psutil.Process()
+    times = [own.cpu_times(), *(child.cpu_times() for child in own.children(recursive=True))]
+    return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
 
 def differing(exploration: Exploration, count: int) -> int:

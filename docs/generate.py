@@ -498,7 +498,8 @@ def ladder() -> str:
             for values in remedy.tries
         ]
         adapter = [code(f"adapter.{key}: {value}") for key, value in (remedy.adapter or {}).items()]
-        return "; ".join([*adapter, *(found or code("zero_stage: 0") for found in tries)])
+        optimizer = [code(f"optimizer.{key}: {value}") for key, value in (remedy.optimizer or {}).items()]
+        return "; ".join([*adapter, *optimizer, *(found or code("zero_stage: 0") for found in tries)])
 
     return table(("remedy", "tried, in this order", ""), ((r.name, tried(r), r.why) for r in REMEDIES), "lll")
 

@@ -47,7 +47,7 @@ def _verbs() -> Iterator[tuple[str, ModuleType]]:
 
 ALL_VERBS = dict(_verbs())
 for name, module in ALL_VERBS.items():
-    app.command(name=name)(module.command)
+    app.command(name=name, cls=getattr(module, "COMMAND", None))(module.command)
 
 
 def _print_version(asked: bool) -> None:

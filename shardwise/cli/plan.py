@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, cast
@@ -13,9 +15,11 @@ import typer
 
 from shardwise.cli.common import AsJson, Overrides, path_option
 from shardwise.cli.export import Dtype
+from shardwise.cli.plan_versus import PlanCommand, recipes
 from shardwise.cli.spinner import planning
 from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
+from shardwise.core.plan import Plan
 from shardwise.core.plugins import plugin, require_plugin
 from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.recipe.installed import recipe_file
@@ -51,6 +55,44 @@ WithinOption = Annotated[
 ]
 
 
+RecipeOrFile = Annotated[
+    Path,
+    typer.Argument(
+        help="the recipe, a YAML file, or another trainer's file (see from); with --serve also the folder of a"
+        " run or of a model",
+        parser=recipe_file,
+        metavar="RECIPE",
+    ),
+]
+ExplainOption = Annotated[
+    bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
+]
+FullOption = Annotated[
+    bool, typer.Option("--full", help="also show alternatives, traffic, reasons and sources")
+]
+SnapshotOption = Annotated[
+    Path | None,
+    path_option("write the planned step for PyTorch's memory viewer (memory_viz)"),
+]
+LimitsOption = Annotated[
+    bool,
+    typer.Option(
+        "--limits",
+        help="show the largest micro-batch, sequence and depth and the fewest devices that fit at this strategy",
+    ),
+]
+VersusOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vs",
+        help="compare with the recipe and these overrides, or with another recipe; may be repeated",
+        metavar="KEY=VALUE...|RECIPE",
+    ),
+]
+
+COMMAND = PlanCommand
+
+
 @dataclass(frozen=True)
 class _Options:
     """Options of the plan and of its output.
@@ -66,35 +108,22 @@ class _Options:
     as_json: bool
     top: int | None
     explain: bool
+    limits: bool
     full: bool
     html: Path | None
     snapshot: Path | None
 
 
 def command(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            help="the recipe, a YAML file, or another trainer's file (see from); with --serve also the folder of a"
-            " run or of a model",
-            parser=recipe_file,
-            metavar="RECIPE",
-        ),
-    ],
+    recipe: RecipeOrFile,
     overrides: Overrides = None,
     as_json: AsJson = False,
     top: Annotated[int | None, typer.Option(help="show N candidates", min=1)] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="also show alternatives, traffic, reasons and sources")
-    ] = False,
+    explain: ExplainOption = False,
+    limits: LimitsOption = False,
+    full: FullOption = False,
     html: Annotated[Path | None, path_option("write the plan as one HTML page")] = None,
-    snapshot: Annotated[
-        Path | None,
-        path_option("write the planned step for PyTorch's memory viewer (memory_viz)"),
-    ] = None,
+    snapshot: SnapshotOption = None,
     objective: ForOption = None,
     within: WithinOption = None,
     serve: Annotated[
@@ -112,13 +141,14 @@ def command(
     ] = Dtype.fp32,
     model: ModelOption = None,
     world: WorldOption = None,
+    versus: VersusOption = None,
 ) -> None:
-    """Choose the strategy, or check the pinned one: hours and cost, memory at the peak, time, the first candidates.
+    """Choose the strategy, or check the pinned one: hours and cost, memory at the peak, time, the best alternatives.
 
-    A plan that does not fit is explained without --explain. --full adds alternatives, reasons and sources. With
-    --serve, the memory of answering requests is counted: weights as they are stored, key-value cache, activations. A
-    configuration of DeepSpeed, Accelerate, Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the
-    recipe that shardwise from makes of it.
+    A plan that does not fit is explained without --explain. --full adds alternatives, reasons and sources. --vs takes
+    all overrides that follow it. With --serve, the memory of answering requests is counted: weights as they are stored,
+    key-value cache, activations. A configuration of DeepSpeed, Accelerate, Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT
+    or torchtitan is planned as the recipe that shardwise from makes of it.
     """
     if serve:
         _serving().show(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
@@ -128,9 +158,15 @@ def command(
             "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
         )
     fewest = objective is Objective.devices
-    overrides = [*(overrides or ()), *_objective_of(objective, within)]
-    asked = _read_recipe(recipe, overrides, model, world)
-    _show_plan(asked, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot))
+    read = partial(_read_recipe, recipe, _objective_of(objective, within), model, world)
+    if versus:
+        if fewest or limits or explain or html or snapshot:
+            what = "--vs compares plans, and has no other output than --json"
+            raise RecipeError(what, where="command line", fix="plan each recipe alone for the rest")
+        _show_versus(list(recipes(recipe, overrides or (), versus, read)), as_json)
+        return
+    options = _Options(recipe.stem, fewest, within, as_json, top, explain, limits, full, html, snapshot)
+    _show_plan(read(recipe, overrides or ()), options)
 
 
 def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
@@ -147,21 +183,63 @@ def _serving() -> ModuleType:
     return require_plugin("serve.commands.plan", "--serve")
 
 
-def _read_recipe(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> Recipe:
-    """A recipe, or the one that another trainer's file becomes."""
-    importers = plugin("importers.checked")
-    if importers is not None and importers.is_foreign(recipe):
-        imported, sentences = importers.read_for_plan(recipe, overrides, model, world)
-        for sentence in sentences:
-            typer.echo(sentence, err=True)
+def _read_recipe(
+    named: Path,
+    objectives: Sequence[str],
+    model: str | None,
+    world: str | None,
+    path: Path,
+    overrides: Sequence[str],
+) -> Recipe:
+    """A recipe, or the one that another trainer's file becomes.
+
+    Args:
+        named: the first recipe of the command line, which --model and --world are for, as for other trainers' files.
+    """
+    changes = [*objectives, *overrides]
+    if importers := _importers_of(path):
+        imported, sentence = importers.read_for_plan(path, changes, model, world)
+        typer.echo(sentence, err=True)
         return cast("Recipe", imported)
-    if model is not None or world is not None:
+    if path == named and (model is not None or world is not None):
         fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."
         why = "this is a recipe, or no file of a known trainer"
         raise RecipeError(
-            "--model and --world are for other trainers' files", where=str(recipe), why=why, fix=fix
+            "--model and --world are for other trainers' files", where=str(path), why=why, fix=fix
         )
-    return read_request(recipe, overrides)[0]
+    return read_request(path, changes)[0]
+
+
+def _importers_of(recipe: Path) -> ModuleType | None:
+    """The plugin that reads other trainers' files, where the file is one."""
+    importers = plugin("importers.checked")
+    return importers if importers is not None and importers.is_foreign(recipe) else None
+
+
+def _show_versus(named: Sequence[tuple[str, Recipe]], as_json: bool) -> None:
+    """Plan each recipe, and print a table of the differences. The exit code is the first plan's."""
+    from shardwise.core.versus import Compared, versus_values
+    from shardwise.jobs.planning import make_plan, refuse_unfit
+    from shardwise.planner.answer import answer_of
+
+    compared: list[Compared] = []
+    for name, asked in named:
+        cluster = measured_cluster(asked)
+        with planning() as progress:
+            # Neighbours are in the object of --json, and in no table of differences.
+            plan = make_plan(asked, cluster, compare=as_json and not compared, progress=progress)
+        compared.append(Compared(name, plan, answer_of(asked, cluster, plan)))
+    first = compared[0]
+    if as_json:
+        values = first.plan.as_dict() | first.answer.as_dict() | {"versus": versus_values(compared)}
+        print(json.dumps(values, indent=1))
+    else:
+        from rich.console import Console
+
+        from shardwise.report.versus import versus_table
+
+        Console().print(versus_table(compared))
+    refuse_unfit(first.plan)
 
 
 def _show_plan(asked: Recipe, options: _Options) -> None:
@@ -169,11 +247,24 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
 
     cluster = measured_cluster(asked)
     tried: tuple[DeviceTry, ...] = ()
-    with planning() as progress:
+    told: list[Plan] = []
+
+    def tell(plan: Plan) -> None:
+        """The answer's first lines, while the planner goes on with the alternatives."""
+        if not options.as_json:
+            from rich.console import Console
+
+            from shardwise.report.tables import plan_table
+
+            working.stop()
+            Console().print(plan_table(plan, part="head"))
+            told.append(plan)
+
+    with planning() as working:
         if options.fewest:
             search = require_plugin("fewest_devices.search", "--for devices")
-            asked, cluster, tried = search.fewest_devices(asked, cluster, options.within, progress)
-        plan = make_plan(asked, cluster, compare=True, progress=progress)
+            asked, cluster, tried = search.fewest_devices(asked, cluster, options.within, working)
+        plan = make_plan(asked, cluster, compare=True, progress=working, answered=tell)
     advice = None
     if options.explain or not plan.fits:
         from shardwise.planner.fit_advice import advise  # loads torch
@@ -184,6 +275,11 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
     from shardwise.planner.answer import answer_of
 
     answer = replace(answer_of(asked, cluster, plan), devices=tried)
+    if options.limits:
+        from shardwise.planner.limits import limits_of
+
+        with planning() as progress:
+            answer = replace(answer, limits=limits_of(asked, cluster, plan, progress))
     laws = plugin("scaling.report.standing")
     stands = laws.standing_of(asked, plan) if laws is not None else None
     if options.as_json:
@@ -195,10 +291,11 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
         from rich.console import Console
 
         from shardwise.report.fit_advice import advice_table
-        from shardwise.report.tables import plan_table
+        from shardwise.report.tables import PlanPart, plan_table
 
         standing = stands.sentences() if stands else ()
-        Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full))
+        part: PlanPart = "rest" if told else "whole"
+        Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full, part=part))
         if advice is not None:
             Console().print(advice_table(advice))
     if options.html is not None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardwise.core.errors import one_line
-from shardwise.core.progress import Progress
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -22,9 +21,11 @@ class Working:
     A line that is longer than the terminal is cut, because a line that wraps cannot be replaced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, task: str = "") -> None:
+        """``task``: stands before every line."""
         from rich.console import Console
 
+        self._task = task
         self._console = Console(stderr=True)
         self._status: Status | None = None
 
@@ -33,7 +34,7 @@ class Working:
             return
         from rich.text import Text
 
-        said = Text(one_line(line))
+        said = Text(one_line(f"{self._task}: {line}" if self._task else line))
         said.truncate(max(1, self._console.width - SPINNER), overflow="ellipsis")
         if self._status is None:
             self._status = self._console.status(said)
@@ -70,7 +71,10 @@ def working(line: str = "") -> Iterator[Working]:
 
 
 @contextmanager
-def planning() -> Iterator[Progress]:
+def planning() -> Iterator[Working]:
     """As ``working``, for the planner's lines."""
-    with working("planning") as shown:
-        yield lambda line: shown(f"planning: {line}")
+    shown = Working("planning")
+    try:
+        yield shown
+    finally:
+        shown.stop()

@@ -5,13 +5,13 @@ Everything here follows from a plan, its recipe and the committed accuracy of pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.core.json_file import plain
-from shardwise.core.plan import Candidate, Unit
-from shardwise.core.units import format_bytes, format_change
+from shardwise.core.plan import Candidate, PeakIs, Unit
+from shardwise.core.units import format_bytes, format_percent
 
 SURE = 3.0
 """What costs seconds once is chosen where its predicted saving is so many times the cost: both are uncertain, and a run
@@ -88,7 +88,7 @@ class RunCost:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The nearest strategy with another value of one setting, or why none was predicted.
+    """The best strategy with another value of one setting, or why none was predicted.
 
     Attributes:
         setting: the key, with the chosen value and the other one.
@@ -105,6 +105,9 @@ class Alternative:
 
 
 PINNED = "the recipe pins"
+
+ABOUT: Mapping[PeakIs, str] = {"counted": "", "estimated": "about ", "at least": "at least "}
+"""What kind of figure a peak is, before it."""
 
 
 def pinned_in_words(keys: Iterable[str]) -> str:
@@ -128,9 +131,9 @@ class MemoryPrice:
     candidate: Candidate
 
     def sentence(self) -> str:
-        about = {"counted": "", "estimated": "about ", "at least": "at least "}[self.candidate.peak_is]
-        more = f"needs {about}{format_bytes(self.bytes)} more than the device has"
-        return f"{self.change} {more}: {format_change(self.time)} step time"
+        more = f"{ABOUT[self.candidate.peak_is]}{format_bytes(self.bytes)} more than the device has"
+        faster = format_percent(-self.time, decimals=0 if self.time < -0.0995 else 1)
+        return f"{self.change} would be {faster} faster; it needs {more}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,40 @@ class DeviceTry:
     hours: float
     cost: float | None
     verdict: str
+
+
+@dataclass(frozen=True)
+class QuantityLimit:
+    """How far one quantity goes at the plan's strategy, all else equal.
+
+    Attributes:
+        quantity: micro_batch_size | sequence_length | layers | devices.
+        now: what the plan has.
+        fits: the largest value that fits, or the fewest devices; None where none does.
+        peak_bytes: with it, by a full dry run; 0 where none fits.
+        stops: the next value, which does not fit; None where the range ends.
+        stop_bytes: with it; 0 where it is not possible.
+        reason: why it stops.
+        note: what goes with the value that fits.
+    """
+
+    quantity: str
+    now: int
+    fits: int | None
+    peak_bytes: int
+    stops: int | None
+    stop_bytes: int
+    reason: str
+    note: str = ""
+
+    def sentence(self) -> str:
+        fits = f"{self.fits:,} fits" if self.fits is not None else "no value fits"
+        fits += f" ({self.note})" if self.note else ""
+        return f"{self.quantity}: {fits}; {self.end()}"
+
+    def end(self) -> str:
+        """Where it stops, in words."""
+        return self.reason if self.stops is None else f"{self.stops:,} {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -172,7 +209,9 @@ class Answer:
         prices: what more memory would allow, the least first; each gives more than those before it.
         front: predicted strategies, fitting or not, that no other is better than in both memory and time; by memory.
         devices: numbers of devices that were tried, where the fewest are asked for.
+        limits: of ``plan --limits``.
         origins: of every number in ``plan --json``.
+        nearest: one for each setting, in the order of techniques.
         unpin: pins of the recipe without which the run fits and is faster, a sentence each.
     """
 
@@ -185,6 +224,7 @@ class Answer:
     devices: tuple[DeviceTry, ...] = ()
     origins: tuple[FigureOrigin, ...] = ()
     unpin: tuple[str, ...] = ()
+    limits: tuple[QuantityLimit, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The objects that ``plan --json`` adds to the plan."""

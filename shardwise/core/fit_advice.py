@@ -31,6 +31,11 @@ class Remedy:
     adapter: Mapping[str, object] | None = None
     optimizer: Mapping[str, object] | None = None
 
+    @property
+    def changes_recipe(self) -> bool:
+        """Whether it changes more than the strategy."""
+        return self.adapter is not None or self.optimizer is not None
+
 
 @dataclass(frozen=True)
 class RemedyOutcome:

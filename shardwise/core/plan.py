@@ -208,9 +208,13 @@ class DiskSpace:
     bytes: Size
 
 
+EMPTIES_CACHE = "the allocator empties its cache"
+"""How the reason of a plan begins that fits only by that (planner/predict.py)."""
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What will be trained and what it will need. Printed, it is the head of the table of ``shardwise plan``.
+    """What will be trained and what it will need.
 
     Attributes:
         line: the strategy in one line.
@@ -269,10 +273,17 @@ class Plan:
         return on_device and self.host.bytes <= self.host.capacity_bytes
 
     @property
+    def tight(self) -> str:
+        """How the allocator makes room where the plan fits only by that; "" for others."""
+        reasons = (reason for reason in self.reasons if reason.startswith(EMPTIES_CACHE))
+        return next(reasons, "") if self.fits else ""
+
+    @property
     def verdict(self) -> str:
-        """`fits`, or the excess. The reserve is named too: with it, a plan below the capacity may not fit."""
+        """`fits`, `tight` with the reason, or the excess. The reserve is named: with it, a plan below the capacity may
+        not fit."""
         if self.fits:
-            return "fits"
+            return f"tight: {one_line(self.tight)}" if self.tight else "fits"
         missing = []
         if (over := self.peak.bytes + self.reserve_bytes - self.capacity_bytes) > 0:
             reserve = f" with a reserve of {format_bytes(self.reserve_bytes)}" if self.reserve_bytes else ""
@@ -299,7 +310,8 @@ class Plan:
         return f"{self.parameters_in_words} · {one_line(self.cluster)} · {batch}"
 
     def __str__(self) -> str:
-        return "\n".join((self.line, "   ".join(self.figures), f"{self.verdict} · {self.about}"))
+        """The first three lines that ``shardwise plan`` prints."""
+        return "\n".join((one_line(self.line), "   ".join(self.figures), f"{self.verdict} · {self.about}"))
 
     def __repr__(self) -> str:
         return f"<Plan {self.line}: {self.verdict}>"

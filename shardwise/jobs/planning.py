@@ -9,7 +9,7 @@ torch is loaded by the functions that plan, and not by importing this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +38,14 @@ def make_plan(
     *,
     compare: bool = False,
     progress: Progress = silent,
+    answered: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """Plan a recipe; loads torch, unless the same was planned before.
 
     Args:
-        compare: also predict the neighbours of the chosen strategy, which takes most of the time.
+        compare: also estimate the neighbours of the chosen strategy, which takes a third of the time.
         progress: called with a line now and then.
+        answered: called with a new plan before its neighbours are estimated.
 
     Raises:
         RecipeError: the pinned strategy breaks a rule.
@@ -54,7 +56,8 @@ def make_plan(
             from shardwise.model.open import blueprint_of
             from shardwise.planner.search import plan_for
 
-        return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare, progress=progress)
+        model = blueprint_of(recipe)
+        return plan_for(recipe, model, cluster, compare=compare, progress=progress, answered=answered)
 
     return cached_plan(recipe, cluster, compare, make)
 

@@ -1,13 +1,14 @@
 """The answer that follows from a plan (core/answer.py): no torch, and no prediction beyond those that the plan holds.
 
-- **Nearest**: per setting, the predicted strategy with another value there that differs least from the chosen one. Of
-  equally near ones, those that fit come first, then the fastest. A strategy is named once.
+- **Nearest**: per setting, the best predicted strategy with another value there. Those that fit come first, then the
+  fastest. A strategy may change several settings, and is named for one of them.
 - **Binding**: faster strategies that do not fit say what memory costs: how much more there would have to be, and the
   share of the step that it would save. Without such a strategy the step is bound by its longest part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from shardwise.core.answer import (
     pinned_in_words,
 )
 from shardwise.core.plan import Candidate, Plan
-from shardwise.core.strategy import Setting, Strategy
+from shardwise.core.strategy import Setting
 from shardwise.core.units import (
     format_bytes,
     format_change,
@@ -42,7 +43,6 @@ from shardwise.technique import (
     Technique,
     broken_rules,
     case_of,
-    layout_of,
 )
 from shardwise.technique.base import Dividing
 
@@ -50,9 +50,6 @@ ALIKE = 0.005
 """Relative differences of time that are not worth a price."""
 
 MOST_PRICES = 3
-
-COMPUTING = ("matrix products", "memory-bound")
-"""Parts of a step that a division over devices shares out, and does not hide."""
 
 _FITTING = ("fits", "tight", "does not fit")
 """Verdicts of predicted strategies, the nearest to the chosen one first."""
@@ -82,7 +79,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
     answer = Answer(
         run=run,
         peak=None if memory_spread is None else memory_spread.of(plan.peak.bytes),
-        nearest=tuple(_nearest_alternatives(recipe, cluster, plan)),
+        nearest=tuple(_alternatives(recipe, cluster, plan)),
         unpin=tuple(_slower_by_pins(recipe, plan)),
         binding=_binding(plan, bool(prices)),
         prices=prices,
@@ -101,48 +98,42 @@ def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-# -- the nearest alternatives -------------------------------------------------------------------------
+# -- the alternatives ---------------------------------------------------------------------------------
 
 
-def _nearest_alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternative]:
-    """One per setting, in the order of techniques.
-
-    Without a pin, the nearest that fits comes first: what gives memory back elsewhere is named after it.
-    """
-    others = [
-        candidate
-        for candidate in plan.candidates
-        if candidate.verdict in _FITTING and candidate.strategy != plan.strategy
-    ]
+def _alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternative]:
+    """One for each setting, in the order of techniques."""
+    others: dict[str, list[Candidate]] = {}
+    for candidate in plan.candidates:
+        if candidate.verdict in _FITTING and candidate.strategy != plan.strategy:
+            others.setdefault(_owner(recipe, plan, candidate), []).append(candidate)
     if not others:
         return
-    named: set[Strategy] = set()
     for setting, values in _free_settings(recipe, cluster, plan):
-        mine = plan.strategy[setting]
-        pinned = setting.key in recipe.strategy
-        here = [
-            other
-            for other in others
-            if other.strategy[setting] != mine
-            and other.strategy not in named
-            and (_pins(recipe, plan, other) or [setting.key])[0] == setting.key
-            and pinned == bool(_pins(recipe, plan, other))
-        ]
-        if not here:
-            if not pinned and (reason := _why_none(recipe, plan, setting, values)):
-                yield Alternative(setting.key, _word(mine), "", None, reason)
-            continue
-        nearest = min(here, key=lambda candidate: _change_distance(plan, candidate, pinned))
-        named.add(nearest.strategy)
-        changed = _changed_settings(plan, nearest)
-        theirs = nearest.strategy[setting]
-        also = tuple(words for key, words in changed.items() if key != setting.key)
-        why, pins = _reason(plan, nearest), pinned_in_words(_pins(recipe, plan, nearest))
-        if pinned and pins not in why:
-            why += f"; {pins}"
-        if theirs in setting.once:
-            why += f"; it costs {format_seconds(setting.once[theirs])} once"
-        yield Alternative(setting.key, _word(mine), _word(theirs), nearest, why, also)
+        mine = _word(plan.strategy[setting])
+        if setting.key in others:
+            best = min(others[setting.key], key=lambda candidate: _rank(recipe, plan, candidate))
+            changed = _changed_settings(plan, best)
+            also = tuple(words for key, words in changed.items() if key != setting.key)
+            why = _reason(recipe, plan, setting, best)
+            yield Alternative(setting.key, mine, _word(best.strategy[setting]), best, why, also)
+        elif reason := _why_none(recipe, plan, setting, values):
+            yield Alternative(setting.key, mine, "", None, reason)
+
+
+def _owner(recipe: Recipe, plan: Plan, candidate: Candidate) -> str:
+    """The setting that a strategy is an alternative for: a pin that it changes, else the first setting of all.
+
+    Its further changes give memory back, or fill the devices.
+    """
+    return next(iter(_pins(recipe, plan, candidate) or plan.strategy.differences(candidate.strategy)))
+
+
+def _rank(recipe: Recipe, plan: Plan, candidate: Candidate) -> tuple[int, float, float, int]:
+    """What fits first, then by the recipe's objective, then the fewest changes. A bound has no time."""
+    seconds, size = candidate.step_seconds or math.inf, float(candidate.peak_bytes)
+    order = (size, seconds) if recipe.plan.objective == "memory" else (seconds, size)
+    return _FITTING.index(candidate.verdict), *order, len(plan.strategy.differences(candidate.strategy))
 
 
 def _pins(recipe: Recipe, plan: Plan, candidate: Candidate) -> list[str]:
@@ -164,8 +155,9 @@ def _slower_by_pins(recipe: Recipe, plan: Plan) -> Iterator[str]:
         return
     for pins, seconds in sorted(best.items(), key=lambda item: item[1]):
         if seconds < plan.step.seconds * (1 - TELLS):
-            keys = " and ".join(f"strategy.{key}" for key in pins)
-            yield f"drop {keys}: fits, {format_change(seconds / plan.step.seconds - 1)} step time"
+            pinned = pinned_in_words(f"strategy.{key}" for key in pins)
+            without = "it" if len(pins) == 1 else "them"
+            yield f"{pinned}: without {without} fits, {format_change(seconds / plan.step.seconds - 1)} step time"
 
 
 def _free_settings(
@@ -194,15 +186,14 @@ def _divides(technique: Technique, setting: Setting[Any], plan: Plan) -> bool:
 
 
 def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequence[object]) -> str:
-    """Why no other value of a setting was predicted; "" where there is none, or its strategy is named elsewhere."""
-    if not values and setting is not MICRO_BATCH_SIZE:
-        return f"not tried for this model: strategy.{setting.key}=2 plans it"
-    if set(values) <= {plan.strategy[setting], *setting.last_resort}:
-        return "others are tried only where nothing else fits" if plan.fits and setting.last_resort else ""
-    named = any(candidate.strategy[setting] != plan.strategy[setting] for candidate in plan.candidates)
+    """Why no other value of a setting was predicted; "" where there is none, or only with another setting's change."""
+    if not values:
+        return "" if setting is MICRO_BATCH_SIZE else f"not predicted: strategy.{setting.key}=2 plans it"
     others = [value for value in values if value != plan.strategy[setting]]
-    if named or not others:
+    if not others or any(other.strategy[setting] in others for other in plan.candidates):
         return ""
+    if plan.fits and {*others} <= {*setting.last_resort}:
+        return "others are tried only where nothing else fits"
     reasons: list[str] = []
     for value in others:
         changed = plan.strategy.with_values(**{setting.key: value})
@@ -211,36 +202,9 @@ def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequenc
             cost = f"the {format_seconds(setting.once[value])} that it costs once"
             return f"{_word(value)} is tried only where the steps surely save {SURE:g} times {cost}"
         if broken is None:
-            return _bound(recipe, plan, changed)
+            return f"not predicted: strategy.{setting.key}={_word(value)} plans it"
         reasons.append(f"{_word(value)} is not possible: {broken.rule.reason}")
     return reasons[0]
-
-
-def _bound(recipe: Recipe, plan: Plan, other: Strategy) -> str:
-    """What another division of the step takes at least: the computation alone, without communication.
-
-    Recomputation is left out of it in proportion to its FLOPs.
-    """
-    split, flops = plan.step.split, plan.world_size * plan.step.flops
-    needed = min(1.0, plan.step.model_flops / flops) if plan.step.model_flops else 1.0
-    share = _sequences(recipe, plan, other) / _sequences(recipe, plan, plan.strategy)
-    least = sum(split.get(part, 0.0) for part in COMPUTING) * needed * share
-    mine = format_seconds(plan.step.seconds)
-    return f"not predicted: even without communication not faster than {format_seconds(least)} (this one: {mine})"
-
-
-def _sequences(recipe: Recipe, plan: Plan, strategy: Strategy) -> float:
-    """Sequences of a step for each device, were each divided over the ranks that compute it."""
-    data = layout_of(strategy, plan.world_size).data_degree
-    return -(-recipe.batch_size // data) * data / plan.world_size
-
-
-def _change_distance(plan: Plan, candidate: Candidate, pinned: bool) -> tuple[tuple[int, int], float, int]:
-    """Fewer changes first, then what fits, then by time and memory; of pins, what fits first."""
-    changes = len(plan.strategy.differences(candidate.strategy))
-    verdict = _FITTING.index(candidate.verdict)
-    nearness = (verdict, changes) if pinned else (changes, verdict)
-    return nearness, candidate.step_seconds, candidate.peak_bytes
 
 
 def _changed_settings(plan: Plan, candidate: Candidate) -> Mapping[str, str]:
@@ -253,8 +217,18 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _reason(plan: Plan, candidate: Candidate) -> str:
-    """Why the candidate is not the chosen one, in words and numbers."""
+def _reason(recipe: Recipe, plan: Plan, setting: Setting[Any], candidate: Candidate) -> str:
+    """Why the candidate is not the chosen one: its difference, what it costs once, and whether a pin forbids it."""
+    why = _difference(plan, candidate)
+    if (pins := _pins(recipe, plan, candidate)) and (pinned := pinned_in_words(pins)) not in why:
+        why += f"; {pinned}"
+    if once := setting.once.get(candidate.strategy[setting]):
+        why += f"; it costs {format_seconds(once)} once"
+    return why
+
+
+def _difference(plan: Plan, candidate: Candidate) -> str:
+    """Time and memory of a candidate against the chosen one, in words and numbers."""
     time = candidate.step_seconds / plan.step.seconds - 1 if candidate.step_seconds else 0.0
     if candidate.verdict == "does not fit":
         lacking = candidate.reason or f"{format_bytes(_excess(plan, candidate))} too much"
@@ -264,9 +238,8 @@ def _reason(plan: Plan, candidate: Candidate) -> str:
     said = f"{format_change(time)} step time, {about}{format_more_bytes(memory)}"
     if part := _most_changed(plan, candidate):
         said += f"; {part}"
-    noted = candidate.reason.partition("; ")[
-        2
-    ]  # of its own prediction, after the comparison (planner/compare.py)
+    # Its own prediction's reason follows the comparison (planner/compare.py).
+    noted = candidate.reason.partition("; ")[2]
     return f"{said}; {noted}" if noted else said
 
 
@@ -318,10 +291,7 @@ def _binding(plan: Plan, priced: bool) -> str:
             f"memory binds: the smallest predicted strategy needs {format_bytes(plan.peak.bytes)} of a device"
         )
     if priced:
-        return (
-            "memory binds: faster strategies need more than the device has;"
-            f" this one leaves {format_bytes(free)} above the reserve"
-        )
+        return "memory binds: faster strategies need more than the device has"
     whole = sum(plan.step.split.values())
     part = max(plan.step.split, key=lambda part: plan.step.split[part], default="")
     longest = f"; most of a step is {part}, {format_percent(plan.step.split[part] / whole)}" if whole else ""

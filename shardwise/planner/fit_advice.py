@@ -1,20 +1,20 @@
 """Advice on what to change so that a recipe fits: every remedy predicted, and the one to use.
 
 The remedies and their order are data (technique/fit_advice.py). All are predicted, including those after the first that
-fits, so that the user sees what the next one would cost. A remedy changes the strategy, and some also the recipe's
-adapter or optimizer. Pinned settings stay pinned; a try that repeats an earlier strategy is left out.
+fits, so that the user sees what the next one would cost. Pinned settings stay pinned; a try that repeats an earlier
+strategy is left out. If no settings fit, the recipe is tried without its pins before its training is changed.
 
-Where the plan itself fits, it is the advice. If no remedy fits that trains all weights, the recipe is tried without its
-pins before an adapter is advised.
+Where the plan itself fits, it is the advice, with a remedy that is faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.core.answer import TELLS
 from shardwise.core.fit_advice import FitAdvice, RemedyOutcome
 from shardwise.core.plan import Plan
-from shardwise.core.units import format_bytes, format_seconds
+from shardwise.core.units import format_bytes, format_change, format_seconds
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.remedies import Trials
 from shardwise.recipe.sections import Recipe
@@ -29,12 +29,12 @@ def advise(recipe: Recipe, cluster: Cluster, plan: Plan | None = None) -> FitAdv
     """
     fitting = plan if plan is not None and plan.fits else None
     trials = Trials(recipe, cluster, quick=fitting is not None)
-    pins_kept = True
-    for remedy in REMEDIES:
-        if remedy.adapter is not None and pins_kept:
-            pins_kept = False
-            if fitting is None and not any(outcome.fits for outcome in trials.outcomes):
-                trials.try_without_pins()
+    of_settings = [remedy for remedy in REMEDIES if not remedy.changes_recipe]
+    for remedy in of_settings:
+        trials.try_remedy(remedy)
+    if fitting is None and not any(outcome.fits for outcome in trials.outcomes):
+        trials.try_without_pins()
+    for remedy in REMEDIES[len(of_settings) :]:
         trials.try_remedy(remedy)
     advised = None if fitting else _advised(trials.outcomes)
     reasons = tuple(_reasons(trials.outcomes, advised, cluster, fitting))
@@ -70,6 +70,7 @@ def _reasons(
             )
     if plan is not None:
         yield f"the plan fits, with {format_seconds(plan.step.seconds)} a step: use it as it is ({plan.line})"
+        yield from _faster(outcomes, plan)
         return
     if advised is None:
         yield "no strategy fits; add devices, shorten data.sequence_length, or unpin strategy settings"
@@ -85,3 +86,11 @@ def _reasons(
     yield f"use {advised.remedy.name}: {advised.remedy.why}" + (
         f"; {' '.join(advised.overrides)}" if advised.overrides else ""
     )
+
+
+def _faster(outcomes: Sequence[RemedyOutcome], plan: Plan) -> Iterator[str]:
+    """Other optimizers with which all weights are trained in surely less time."""
+    for outcome in outcomes:
+        change = outcome.candidate.step_seconds / plan.step.seconds - 1
+        if outcome.remedy.optimizer and outcome.fits and change < -TELLS:
+            yield f"{outcome.remedy.name} fits too, {format_change(change)} step time: {' '.join(outcome.overrides)}"

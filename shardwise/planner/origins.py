@@ -25,6 +25,7 @@ COUNTED = (
     "host.ledger",
     "ladder.rungs.peak_bytes",
     "layout",
+    "limits",
     "ledger",
     "micro_batches",
     "nearest.candidate.peak_bytes",

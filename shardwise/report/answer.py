@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
-from shardwise.core.answer import Alternative, Answer, DeviceTry, Interval
+from shardwise.core.answer import PINNED, TELLS, Alternative, Answer, DeviceTry, Interval
 from shardwise.core.errors import one_line
-from shardwise.core.units import format_bytes, format_count, format_seconds
+from shardwise.core.plan import Candidate, Plan
+from shardwise.core.units import (
+    format_bytes,
+    format_change,
+    format_count,
+    format_percent,
+    format_seconds,
+)
 from shardwise.report.layout import VERDICT_STYLES, bulleted, columns, stacked, text_section
+from shardwise.report.notation import peak_of, seconds
+
+BRIEF_ALTERNATIVES = 5
+"""Alternatives on a screen that has nothing else to say."""
 
 
 def answer_sections(answer: Answer, width: int) -> Iterator[RenderableType]:
@@ -19,6 +32,8 @@ def answer_sections(answer: Answer, width: int) -> Iterator[RenderableType]:
     yield from text_section("What binds", "", bulleted(answer.sentences(), ""))
     if answer.devices:
         yield from text_section("Devices", "the fewest that are enough", _devices(answer.devices))
+    if answer.limits:
+        yield from limit_rows(answer)
     if answer.nearest:
         yield ""
         yield _nearest_rows(answer, width)
@@ -40,6 +55,55 @@ def brief_answer(answer: Answer) -> Iterator[RenderableType]:
     yield Text(said)
     if answer.devices:
         yield from text_section("Devices", "the fewest that are enough", _devices(answer.devices))
+
+
+def best_alternatives(answer: Answer, plan: Plan, most: int) -> Iterator[RenderableType]:
+    """The first alternatives, a line each: those that fit, the fastest first."""
+    rank = {"fits": 0, "tight": 1}
+    rows = [(alternative, other) for alternative in answer.nearest if (other := alternative.candidate)]
+    rows.sort(key=lambda row: (rank.get(row[1].verdict, 2), row[1].step_seconds or math.inf))
+    if not rows:
+        return
+    note = "the best with another value of one setting"
+    if any(is_hardly_faster(other, plan) for _, other in rows[:most]):
+        note = f"within {format_percent(TELLS)} of the fastest, the plainer is chosen"
+    yield from ("", Text.assemble(("Alternatives", "bold"), (f"   {note}", "dim")))
+    table = columns("left", "right", "right", "right", "left")
+    for alternative, other in rows[:most]:
+        name = Text(f"{alternative.setting} {one_line(alternative.other)}")
+        time = format_change(other.step_seconds / plan.step.seconds - 1) if other.step_seconds else ""
+        table.add_row(
+            name, peak_of(other), seconds(other.step_seconds), time, _brief_verdict(alternative, other)
+        )
+    yield Padding(table, (0, 0, 0, 2))
+
+
+def _brief_verdict(alternative: Alternative, other: Candidate) -> Text:
+    """The verdict, with the number of further settings that differ."""
+    verdict = Text(one_line(other.verdict), VERDICT_STYLES.get(other.verdict, ""))
+    if PINNED in alternative.reason:
+        verdict.append(", pinned", "dim")
+    if number := len(alternative.also):
+        verdict.append(f", +{number} change{'s' if number > 1 else ''}", "dim")
+    return verdict
+
+
+def is_hardly_faster(candidate: Candidate, plan: Plan) -> bool:
+    """Whether a strategy fits and is faster, by less than can be told, and no pin forbids it."""
+    least = plan.step.seconds * (1 - TELLS)
+    faster = least <= candidate.step_seconds < plan.step.seconds
+    return faster and candidate.verdict == "fits" and PINNED not in candidate.reason
+
+
+def limit_rows(answer: Answer) -> Iterator[RenderableType]:
+    """How far each quantity goes: the last value that fits with its peak, and what the next one needs."""
+    table = columns("left", "right", "right", "left")
+    for limit in answer.limits:
+        fits = "none" if limit.fits is None else f"{limit.fits:,}"
+        peak = format_bytes(limit.peak_bytes) if limit.peak_bytes else ""
+        words = [limit.end(), *([f"with {limit.note}"] if limit.note else [])]
+        table.add_row(Text(limit.quantity), fits, peak, Text(one_line("; ".join(words)), "dim"))
+    yield from text_section("Limits", "what fits at this strategy, all else equal", table)
 
 
 def run_sentences(answer: Answer) -> Iterator[str]:

@@ -9,9 +9,8 @@ from shardwise.core.fit_advice import FitAdvice
 from shardwise.core.plan import Plan
 from shardwise.report.answer import change, money, reason, run_sentences
 from shardwise.report.front import memory_against_time
-from shardwise.report.notation import seconds
+from shardwise.report.notation import peak_of, seconds
 from shardwise.report.page_parts import Card, picture
-from shardwise.report.tables import peak_of
 
 
 def answer_values(plan: Plan, answer: Answer | None, advice: FitAdvice | None) -> dict[str, Any] | None:
@@ -26,6 +25,7 @@ def answer_values(plan: Plan, answer: Answer | None, advice: FitAdvice | None) -
         "front": shown,
         "run": list(run_sentences(answer)),
         "binds": list(answer.sentences()),
+        "limits": [limit.sentence() for limit in answer.limits],
         "nearest": [
             (change(alternative), alternative.candidate, reason(alternative))
             for alternative in answer.nearest

@@ -12,8 +12,8 @@ from rich.text import Text
 from shardwise.core.errors import one_line
 from shardwise.core.fit_advice import FitAdvice
 from shardwise.report.layout import VERDICT_STYLES, bulleted, stacked, text_section
-from shardwise.report.notation import seconds
-from shardwise.report.tables import WIDEST_TABLE, peak_of
+from shardwise.report.notation import peak_of, seconds
+from shardwise.report.tables import WIDEST_TABLE
 
 
 def advice_table(advice: FitAdvice) -> RenderableType:

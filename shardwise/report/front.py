@@ -7,6 +7,7 @@ long as there is room: a label that would cover another one is left out, and its
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -19,12 +20,17 @@ from shardwise.core.plan import Candidate, Plan
 from shardwise.report.notation import COLOURS, unit_for
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES
 
+FAR = 2.5
+"""A budget above this multiple of the largest peak is not drawn: the points would be one line at the bottom."""
+
 FARTHEST_FACTOR = 3.0
 """Strategies with so many times the chosen one's time, or the larger of its memory and the capacity, are left out."""
 
 _FONT = FontProperties(size=8)
 _LABEL_HEIGHT, _LABEL_GAP, _POINT_RADIUS = 0.16, 0.08, 0.04
 """Height of a line, distance of a label from its point, and half the width of a point, in inches."""
+_LINE_PARTS, _HAIR = 64, 0.01
+"""Pieces of a line that labels do not cover, and half of its width in inches."""
 
 _COLOURS = {"fits": ACCENT, "chosen": ACCENT, "tight": COLOURS["activations"]}
 
@@ -37,7 +43,9 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
     axes = figure.subplots()
     chosen = next((candidate for candidate in plan.candidates if candidate.strategy == plan.strategy), None)
     shown = list(_shown_candidates(plan))
-    unit = unit_for(max(plan.peak.bytes, plan.capacity_bytes))
+    budget, largest = plan.capacity_bytes - plan.reserve_bytes, max((c.peak_bytes for c in shown), default=1)
+    far = budget > FAR * largest
+    unit = unit_for(largest if far else max(largest, plan.capacity_bytes))
     on_front = [candidate for candidate in front if candidate in shown]
     if len(on_front) > 1:
         seconds, sizes = (
@@ -47,8 +55,8 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
         axes.plot(seconds, sizes, color=MUTED, linewidth=1, zorder=1)
     for candidate in shown:
         _draw_candidate(axes, candidate, candidate is chosen, unit.size)
-    budget = (plan.capacity_bytes - plan.reserve_bytes) / unit.size
-    axes.axhline(budget, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    if not far:
+        axes.axhline(budget / unit.size, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.margins(x=0.14, y=0.16)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.set_xlabel("seconds of a step")
@@ -62,8 +70,14 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
     sketch = _Sketch(
         figure, axes, [(candidate.step_seconds, candidate.peak_bytes / unit.size) for candidate in shown]
     )
-    words = "budget" if plan.reserve_bytes else "capacity"
-    sketch.take(axes.get_xlim()[0], budget, f"{words} {budget:.{unit.decimals}f} {unit.name}", INK)
+    sketch.avoid([(candidate.step_seconds, candidate.peak_bytes / unit.size) for candidate in on_front])
+    words = f"{'budget' if plan.reserve_bytes else 'capacity'} {unit_for(budget).write(budget)}"
+    start, end = axes.get_xlim()
+    if far:
+        axes.set_title(f"{words}, far above", loc="left", fontsize=_FONT.get_size(), color=INK)
+    else:
+        sketch.take(start, budget / unit.size, words, INK)
+        sketch.avoid([(start, budget / unit.size), (end, budget / unit.size)])
     for candidate in [*first, *(candidate for candidate in shown if candidate not in first)]:
         text = "chosen" if candidate is chosen else differs(plan.line, candidate.line)
         sketch.take(
@@ -134,6 +148,7 @@ class _Sketch:
 
     def __init__(self, figure: Figure, axes: Any, points: Sequence[tuple[float, float]]) -> None:
         figure.draw_without_rendering()
+        self._texts: set[str] = set()
         self._axes, self._dpi = axes, figure.dpi
         inside = axes.get_window_extent()
         self._wide, self._high = inside.width / self._dpi, inside.height / self._dpi
@@ -142,8 +157,21 @@ class _Sketch:
             for x, y in (self._inches(*at) for at in points)
         ]
 
+    def avoid(self, line: Sequence[tuple[float, float]]) -> None:
+        """Keep labels from a line through these points."""
+        for (x, y), (right, top) in pairwise(self._inches(*at) for at in line):
+            for part in (number / _LINE_PARTS for number in range(_LINE_PARTS + 1)):
+                at = x + part * (right - x), y + part * (top - y)
+                self.boxes.append((at[0] - _HAIR, at[1] - _HAIR, at[0] + _HAIR, at[1] + _HAIR))
+
     def take(self, x: float, y: float, text: str, colour: str) -> None:
-        """Write a label next to a point, on the first side where it covers nothing; nowhere if there is none."""
+        """Write a label next to a point, on the first side where it covers nothing; nowhere if there is none.
+
+        A text is written once.
+        """
+        if text in self._texts:
+            return
+        self._texts.add(text)
         left, low = self._inches(x, y)
         length = TextToPath().get_text_width_height_descent(text, _FONT, ismath=False)[0] / 72
         for right in (True, False):

@@ -15,7 +15,8 @@ from shardwise.core.figures import percent_text as percent_text
 from shardwise.core.figures import tokens_rate as tokens_rate
 from shardwise.core.figures import unit_for as unit_for
 from shardwise.core.ledger import Ledger
-from shardwise.core.units import format_change, format_seconds
+from shardwise.core.plan import Candidate, PeakIs
+from shardwise.core.units import format_bytes, format_change, format_seconds
 
 COLOURS: Mapping[str, str] = {
     "parameters": "#47639c",
@@ -30,6 +31,8 @@ COLOURS: Mapping[str, str] = {
 }
 """Ledger row -> sRGB."""
 
+PEAK_SIGNS: Mapping[PeakIs, str] = {"counted": "", "estimated": "~ ", "at least": "≥ "}
+
 
 def row_label(row: str) -> str:
     """A ledger row for display: `optimizer_state` becomes `optimizer state`."""
@@ -40,6 +43,13 @@ def by_size(ledger: Ledger) -> list[tuple[str, int]]:
     """The non-empty rows, largest first."""
     rows = [(row, size) for row, size in ledger.as_dict().items() if size]
     return sorted(rows, key=lambda pair: -pair[1])
+
+
+def peak_of(candidate: Candidate) -> str:
+    """A candidate's peak, with a sign if it is not the one that the candidate's own plan has."""
+    if not candidate.peak_bytes:
+        return "–"
+    return PEAK_SIGNS[candidate.peak_is] + format_bytes(candidate.peak_bytes)
 
 
 def deviation(predicted: float, measured: float) -> str:

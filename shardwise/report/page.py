@@ -32,6 +32,7 @@ from shardwise.report.notation import (
     deviation,
     error_in_words,
     of_capacity,
+    peak_of,
     percent_text,
     row_label,
     seconds,
@@ -44,7 +45,6 @@ from shardwise.report.pipeline.pictures import pipeline_section
 from shardwise.report.record import RunRecord
 from shardwise.report.series import MOST_MARKS, marks, series_picture
 from shardwise.report.step_times import compared_phases, step_sentences, time_by_rank
-from shardwise.report.tables import peak_of
 from shardwise.report.template import rendered
 
 SHOWN_SITES = 12

@@ -1,7 +1,8 @@
 """A plan as text, for a terminal or a pipe: the output of `shardwise plan`.
 
 Sections in order: the strategy and its speed, the answer (report/answer.py), memory at the peak, time of a step,
-candidates with reasons, assumptions. The brief form has those that fill a screen, and names the option for the rest.
+candidates with reasons, assumptions. The brief form is one screen of 80 columns: the largest rows of memory and time,
+the best alternatives, and the options that show the rest.
 There are no lines or frames: columns, blank lines and bars of block characters survive a pipe, a log file and a README.
 Every colour has its name next to it. The layout adapts to the width, up to `WIDEST_TABLE` columns.
 """
@@ -9,8 +10,9 @@ Every colour has its name next to it. The layout adapts to the width, up to `WID
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,17 +21,25 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.core.answer import PINNED, TELLS, Answer
+from shardwise.core.answer import TELLS, Answer
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
-from shardwise.core.plan import Candidate, PeakIs, Plan
+from shardwise.core.plan import Candidate, Plan
 from shardwise.core.units import MiB, format_bytes, format_percent, format_rate
-from shardwise.report.answer import answer_sections, brief_answer
+from shardwise.report.answer import (
+    BRIEF_ALTERNATIVES,
+    answer_sections,
+    best_alternatives,
+    brief_answer,
+    is_hardly_faster,
+    limit_rows,
+)
 from shardwise.report.layout import STACKED, VERDICT_STYLES, bulleted, columns, text_section
 from shardwise.report.notation import (
     COLOURS,
     by_size,
     of_capacity,
+    peak_of,
     percent_text,
     row_label,
     seconds,
@@ -39,11 +49,20 @@ from shardwise.report.notation import (
 WIDEST_TABLE = 100
 """Largest width in columns."""
 
-SHOWN_CANDIDATES, FEW_CANDIDATES = 12, 5
-"""Number of candidates shown by default, and in the brief form."""
+SHOWN_CANDIDATES = 12
+"""Number of candidates shown by default."""
 
-PEAK_SIGNS: Mapping[PeakIs, str] = {"counted": "", "estimated": "~ ", "at least": "≥ "}
+BRIEF_ROWS, BRIEF_PARTS = 5, 3
+"""Rows of memory, and parts of a step's time, in the brief form."""
+
 _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
+
+
+LEAST_SHARE = 0.005
+"""Of a step's time, in the brief form: what would read <1 %."""
+
+
+PlanPart: TypeAlias = Literal["whole", "head", "rest"]
 
 
 def plan_table(
@@ -53,17 +72,19 @@ def plan_table(
     answer: Answer | None = None,
     *,
     brief: bool = False,
+    part: PlanPart = "whole",
 ) -> RenderableType:
     """The output of `shardwise plan`.
 
     Args:
-        top: number of candidates to show; None for `SHOWN_CANDIDATES`, or `FEW_CANDIDATES` of the brief form.
+        top: number of candidates to show; None for `SHOWN_CANDIDATES`, or for alternatives in the brief form.
         standing: sentences about the run against a scaling law.
         answer: hours and cost, the nearest alternatives, what binds.
-        brief: the strategy, the hours, memory, time and the first candidates alone.
+        brief: one screen.
+        part: its three first lines (head), the others (rest), or the whole.
     """
-    shown = FEW_CANDIDATES if brief else SHOWN_CANDIDATES
-    return PlanTable(plan, shown if top is None else max(0, top), tuple(standing), answer, brief)
+    shown = (0 if brief else SHOWN_CANDIDATES) if top is None else max(0, top)
+    return PlanTable(plan, shown, tuple(standing), answer, brief, part)
 
 
 def plan_text(
@@ -91,11 +112,15 @@ class PlanTable:
     standing: tuple[str, ...] = ()
     answer: Answer | None = None
     brief: bool = False
+    part: PlanPart = "whole"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(width=min(options.max_width, WIDEST_TABLE))
         width = options.max_width
-        parts = Group(*(self._brief(width) if self.brief else self._parts(width)))
+        if self.part == "head":
+            parts = Group(*headline(self.plan))
+        else:
+            parts = Group(*(self._brief(width) if self.brief else self._parts(width)))
         for segment in console.render(parts, options):
             if options.ascii_only and not segment.control:
                 text = segment.text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
@@ -103,40 +128,59 @@ class PlanTable:
             yield segment
 
     def _brief(self, width: int) -> Iterator[RenderableType]:
-        """What fills a screen. A plan that does not fit has no time and no candidates worth showing."""
-        plan = self.plan
-        yield from headline(plan, width, self.answer)
-        if plan.departures:
-            yield bulleted(plan.departures, "")
-        if self.answer is not None:
-            yield from ("", *brief_answer(self.answer))
-            if self.answer.run.likely_hours is None and (offer := plan.calibration_offer):
+        """One screen. A plan that does not fit has no time and no alternatives worth showing."""
+        plan, answer = self.plan, self.answer
+        more = [*plan.departures]
+        yield from self._headline()
+        if more:
+            yield bulleted(more, "")
+        if answer is not None:
+            yield from ("", *brief_answer(answer))
+            if answer.run.likely_hours is None and (offer := plan.calibration_offer):
+                more.append(offer)
                 yield Text(offer, "bold yellow")
-        device = _ledger_table(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
+        device = _ledger_table(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes, BRIEF_ROWS)
         yield from text_section("Memory at the peak", plan.peak.in_words, device)
-        if plan.host.bytes:
-            yield f"  host memory of a rank: {of_capacity(plan.host.bytes, plan.host.capacity_bytes)}"
-        if plan.disk.bytes:
-            yield f"  on the disk: {format_bytes(plan.disk.bytes)} of a rank"
+        elsewhere = list(_other_memory(plan))
+        yield from elsewhere
         if plan.fits:
-            yield from text_section("Time of a step", seconds(plan.step.seconds), _time_table(plan, width))
-            if plan.candidates and self.top:
-                yield from ("", _candidates(plan.candidates[: self.top], width))
-                if any(_is_hardly_faster(candidate, plan) for candidate in plan.candidates[: self.top]):
-                    yield Text(
-                        f"  within {format_percent(TELLS)} of the fastest, the plainer is chosen", "dim"
-                    )
-                if any(candidate.peak_is == "estimated" for candidate in plan.candidates[: self.top]):
-                    yield Text("  ~ with fragmentation in proportion to the chosen one's", "dim")
-        shown = self.top if plan.fits else 0
-        more = (
-            f"; --top N shows N of {len(plan.candidates)} strategies" if len(plan.candidates) > shown else ""
-        )
-        yield from ("", Text(f"--full shows alternatives, reasons and sources{more}", "dim"))
+            yield from text_section(
+                "Time of a step", seconds(plan.step.seconds), _time_table(plan, width, LEAST_SHARE)
+            )
+        if plan.fits and self.top:
+            yield from self._considered(width)
+        if answer is not None and answer.limits:
+            yield from limit_rows(answer)
+        elif answer is not None and plan.fits and not self.top:
+            parts = sum(
+                spent >= LEAST_SHARE * sum(plan.step.split.values()) for spent in plan.step.split.values()
+            )
+            taken = len((*more, *answer.unpin, *elsewhere)) + max(0, parts - BRIEF_PARTS)
+            yield from best_alternatives(answer, plan, max(2, BRIEF_ALTERNATIVES - taken))
+        ways = "--full shows the rest, --limits how far this goes"
+        if plan.fits and len(plan.candidates) > self.top:
+            ways += f", --top N of {len(plan.candidates)} strategies"
+        yield from ("", Text(ways, "dim"))
+
+    def _headline(self) -> Iterator[Text]:
+        """The three lines of a printed plan, if they are not told; then pins that cost time."""
+        if self.part == "whole":
+            yield from headline(self.plan)
+        for sentence in self.answer.unpin if self.answer else ():
+            yield Text(one_line(sentence), "bold yellow")
+
+    def _considered(self, width: int) -> Iterator[RenderableType]:
+        """The first candidates, and what their signs mean."""
+        shown = self.plan.candidates[: self.top]
+        yield from ("", _candidates(shown, width))
+        if any(is_hardly_faster(candidate, self.plan) for candidate in shown):
+            yield Text(f"  within {format_percent(TELLS)} of the fastest, the plainer is chosen", "dim")
+        if any(candidate.peak_is == "estimated" for candidate in shown):
+            yield Text("  ~ with fragmentation in proportion to the chosen one's", "dim")
 
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan
-        yield from headline(plan, width, self.answer)
+        yield from self._headline()
         if self.answer is not None:
             yield from answer_sections(self.answer, width)
         device = _ledger_table(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
@@ -150,7 +194,7 @@ class PlanTable:
         if any(plan.step.traffic_bytes.values()):
             yield from text_section("Sent by a rank in a step", "", _traffic(plan))
         if plan.candidates and self.top:
-            yield from ("", _candidates(plan.candidates[: self.top], width))
+            yield from self._considered(width)
             if len(plan.candidates) > self.top:
                 yield Text(f"  and {len(plan.candidates) - self.top} more; --top N shows N", "dim")
         if why := (*plan.reasons, *plan.departures):
@@ -165,20 +209,29 @@ class PlanTable:
 # -- the parts --------------------------------------------------------------------------------------
 
 
-def headline(plan: Plan, width: int, answer: Answer | None = None) -> Iterator[Text]:
-    """The strategy with its memory and speed, on one or two lines; then the verdict, and pins that cost time."""
-    strategy = Text(one_line(plan.line), "bold")
-    figures = Text("   ").join(map(Text, plan.figures))
-    both = Text.assemble(strategy, "   ", figures)
-    yield from [both] if both.cell_len <= width else [strategy, figures]
-    said = (plan.verdict, "bold green" if plan.fits else "bold red")
-    yield Text.assemble(said, (f" · {plan.about}", "dim"))
-    for sentence in answer.unpin if answer else ():
-        yield Text(one_line(sentence), "bold yellow")
+def headline(plan: Plan) -> Iterator[Text]:
+    """The three lines of a printed plan."""
+    strategy, figures, judged = str(plan).split("\n")
+    yield Text(strategy, "bold")
+    yield Text(figures)
+    verdict = Text(judged, "dim")
+    style = "bold yellow" if plan.tight else "bold green" if plan.fits else "bold red"
+    verdict.stylize(style, 0, len(plan.verdict))
+    yield verdict
 
 
-def _ledger_table(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Table:
-    """The ledger: a row per non-empty category, the total, and the free memory.
+def _other_memory(plan: Plan) -> Iterator[str]:
+    """Lines on memory that is not the device's."""
+    if plan.host.bytes:
+        yield f"  host memory of a rank: {of_capacity(plan.host.bytes, plan.host.capacity_bytes)}"
+    if plan.disk.bytes:
+        yield f"  on the disk: {format_bytes(plan.disk.bytes)} of a rank"
+
+
+def _ledger_table(
+    ledger: Ledger, capacity: int, width: int, reserve: int = 0, most: int | None = None
+) -> Table:
+    """The ledger: a row per non-empty category, of many the ``most`` largest, the total, and the free memory.
 
     The largest row has the longest bar. Free memory gets a bar only if it is not longer than that. If free memory is
     below the reserve, it is labelled as the reserve, because none of it may be used.
@@ -187,9 +240,14 @@ def _ledger_table(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -
     unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(ledger)
     longest = rows[0][1] if rows else 0
     table = columns("left", "left", "right", "right")
-    for row, size in rows:
+    others = rows[most:] if most is not None and len(rows) > most + 1 else []
+    for row, size in rows[: len(rows) - len(others)]:
         bar = Text(_fraction_bar(size / longest, cells), COLOURS[row])
         table.add_row(row_label(row), bar, unit.write(size), Text(percent_text(size, peak), "dim"))
+    if others:
+        size = sum(size for _, size in others)
+        bar = Text(_fraction_bar(size / longest, cells), "dim")
+        table.add_row(f"{len(others)} others", bar, unit.write(size), Text(percent_text(size, peak), "dim"))
     table.add_row(Text("total", "bold"), "", Text(unit.write(peak), "bold"), "")
     if free >= 0:
         bar = Text("░" * round(cells * free / longest) if 0 < free <= longest else "", "dim")
@@ -198,10 +256,13 @@ def _ledger_table(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -
     return table
 
 
-def _time_table(plan: Plan, width: int) -> Table:
+def _time_table(plan: Plan, width: int, least: float = 0.0) -> Table:
+    """The parts of a step of at least this share."""
     table = columns("left", "left", "right", "right")
     whole, longest = sum(plan.step.split.values()), max(plan.step.split.values(), default=0.0)
     for part, spent in plan.step.split.items():
+        if spent < least * whole:
+            continue
         bar = Text(_fraction_bar(spent / longest if longest else 0.0, _bar_cells(width)), "cyan")
         table.add_row(Text(one_line(part)), bar, seconds(spent), Text(percent_text(spent, whole), "dim"))
     return table
@@ -251,23 +312,9 @@ def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
     return Group(*shown)
 
 
-def _is_hardly_faster(candidate: Candidate, plan: Plan) -> bool:
-    """Whether a strategy fits and is faster, by less than can be told, and no pin forbids it."""
-    least = plan.step.seconds * (1 - TELLS)
-    faster = least <= candidate.step_seconds < plan.step.seconds
-    return faster and candidate.verdict == "fits" and PINNED not in candidate.reason
-
-
 def _verdict_of(candidate: Candidate) -> Text:
     reason = f": {one_line(candidate.reason)}" if candidate.reason else ""
     return Text.assemble((one_line(candidate.verdict), VERDICT_STYLES.get(candidate.verdict, "")), reason)
-
-
-def peak_of(candidate: Candidate) -> str:
-    """A candidate's peak, with a sign if it is not the one that the candidate's own plan has."""
-    if not candidate.peak_bytes:
-        return "–"
-    return PEAK_SIGNS[candidate.peak_is] + format_bytes(candidate.peak_bytes)
 
 
 # -- the means --------------------------------------------------------------------------------------

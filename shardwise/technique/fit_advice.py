@@ -1,9 +1,9 @@
 """The remedies for a model that does not fit, in the order in which they are tried.
 
-The order is that of the literature and of other trainers' guides: first more traffic, then more compute, then fewer
-bits of optimizer state, then PCIe transfers, then fewer trained weights. A dry run of each decides which one fits. Two
-kinds of settings are not remedies: disk offload, which needs a folder, and axes that divide the model or the sequence,
-which change the use of the devices.
+Settings come first, which change no result: more traffic, then more compute, then PCIe transfers. Then comes what
+changes the training: fewer bits of optimizer state, then fewer trained weights. A dry run of each decides which one
+fits. Two kinds of settings are not remedies: disk offload, which needs a folder, and axes that divide the model or the
+sequence, which change the use of the devices.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ REMEDIES: tuple[Remedy, ...] = (
         (_values(3, "selective"), _values(3, "full")),
     ),
     Remedy(
-        "8-bit AdamW",
-        "stores moments in 8 bits: 2 bytes per trained weight instead of 8",
-        (_values(3, "full"),),
-        optimizer={"name": "adamw_8bit"},
-    ),
-    Remedy(
         "CPU offload",
         "optimizer step on the CPU, gradients and weights over PCIe",
         (_values(3, "full", "optimizer"), _values(3, "full", "optimizer+parameters")),
+    ),
+    Remedy(
+        "8-bit AdamW",
+        "stores moments in 8 bits: 2 bytes per trained weight instead of 8",
+        (_values(3), _values(3, "full")),
+        optimizer={"name": "adamw_8bit"},
     ),
     Remedy(
         "LoRA",

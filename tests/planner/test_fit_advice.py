@@ -61,8 +61,9 @@ def peaks() -> dict[str, int]:
 
 
 def test_each_remedy_needs_less_memory(peaks: dict[str, int]) -> None:
-    full = [peaks[name] for name in NAMES[:6]]
+    full = [peaks[name] for name in NAMES[:5]]
     assert full == sorted(full, reverse=True), dict(zip(NAMES, full, strict=False))
+    assert peaks["8-bit AdamW"] < peaks["ZeRO-3 (FSDP)"]
     assert peaks["QLoRA"] < peaks["LoRA"] < peaks[NAMES[1]]
 
 
@@ -160,7 +161,9 @@ def test_a_micro_batch_that_is_too_large_is_a_pin() -> None:
     pins = {"precision": "bf16", "micro_batch_size": 8}
     advice = advice_for(asked((large + small) / 2 / GiB / 0.98, strategy=pins, **(DEEP | {"batch_size": 32})))
     assert advice.advised is not None and advice.advised.unpinned == ("micro_batch_size",)
-    assert re.search(r"strategy\.micro_batch_size=[124]\b", advice.reasons[-1])
+    assert advice.advised.candidate.strategy.values["micro_batch_size"] in (1, 2, 4)
+    said = "unpin strategy.micro_batch_size: fits with strategy.micro_batch_size=null"
+    assert advice.reasons[-1] == said
 
 
 def test_one_device_has_nothing_to_shard() -> None:
@@ -185,6 +188,20 @@ def test_where_the_plan_fits_it_is_the_advice() -> None:
     assert plan.fits and advice.planned and advice.advised is None
     assert advice.reasons[-1].startswith("the plan fits") and plan.line in advice.reasons[-1]
     assert advice.as_dict()["advised"] == []
+
+
+def test_a_faster_optimizer_is_named_where_the_plan_offloads() -> None:
+    """Without it, the plan fits only with the optimizer on the host."""
+    pins = {"precision": "bf16", "micro_batch_size": 1, "loss": "logits", "activation_checkpointing": "full"}
+    axes = dict.fromkeys(("tensor_parallel", "sequence_parallel", "pipeline_parallel"), 1)
+    recipe = asked(3.4, strategy=pins | axes, **DEEP)
+    cluster = cluster_of(recipe.cluster)
+    plan = plan_for(recipe, blueprint_of(recipe), cluster, compare=False)
+    assert plan.fits and plan.strategy.values["offload"] == "optimizer"
+    said = advise(recipe, cluster, plan).reasons[-1]
+    assert re.fullmatch(
+        r"8-bit AdamW fits too, −\d+ % step time: optimizer\.name=adamw_8bit .*zero_stage=3", said
+    )
 
 
 def test_eight_bit_moments_are_a_remedy_of_adamw_alone() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.core.answer import Answer, DeviceTry, FigureOrigin
+from shardwise.core.answer import Answer, DeviceTry, FigureOrigin, QuantityLimit
 from shardwise.core.ledger import CATEGORIES, Ledger
 from shardwise.core.plan import DiskSpace, HostMemory, Plan, TimelinePoint
 from shardwise.core.timetable import Timetable
@@ -87,7 +87,11 @@ def origin_of(key: str, answer: Answer) -> FigureOrigin | None:
 def test_every_number_has_an_origin(cluster: str) -> None:
     recipe, here = asked(cluster)
     made = whole_plan()
-    answer = replace(answer_of(recipe, here, made), devices=(DeviceTry(4, 1.0, 2.0, "enough"),))
+    answer = replace(
+        answer_of(recipe, here, made),
+        devices=(DeviceTry(4, 1.0, 2.0, "enough"),),
+        limits=(QuantityLimit("layers", 32, 34, 2**36, 35, 2**37, "needs 128.0 GiB of 80.00 GiB"),),
+    )
     assert answer.nearest and answer.prices and answer.front
     written = made.as_dict() | answer.as_dict() | {"origins": []}
     keys = set(numbers(written))

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.core.answer import Alternative, Answer, DeviceTry, FigureOrigin, Interval, MemoryPrice, RunCost
+from shardwise.core.answer import (
+    Alternative,
+    Answer,
+    DeviceTry,
+    FigureOrigin,
+    Interval,
+    MemoryPrice,
+    QuantityLimit,
+    RunCost,
+)
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.report.front import differs, memory_against_time
@@ -37,12 +46,11 @@ def answer(plan: Plan) -> Answer:
             "1",
             "",
             None,
-            "not predicted: even without communication not faster than 1.60 s (this one: 1.65 s)",
+            "not predicted: strategy.tensor_parallel=2 plans it",
         ),
     )
     price = MemoryPrice(28 * GiB, "micro_batch_size 2 (now 1)", -0.05, lacking)
-    room = "this one leaves 9.70 GiB above the reserve"
-    binding = f"memory binds: faster strategies need more than the device has; {room}"
+    binding = "memory binds: faster strategies need more than the device has"
     devices = (DeviceTry(4, 98.0, 980.0, "takes longer"), DeviceTry(8, 49.35, 987.0, "enough"))
     front = (plan.candidates[0], other)
     peak = Interval(1.02 * 70 * GiB, 1.1 * 70 * GiB, 20, "runs")
@@ -56,12 +64,25 @@ def test_all_of_it_is_said(plan: Plan, answer: Answer) -> None:
     assert "costs 987: 395 device-hours of 8 devices at 2.5 each" in text
     assert "time: P50 2 d 07 h, P95 3 d 02 h, as in 195 published runs" in text
     assert "memory: P50 71.40 GiB, P95 77.00 GiB, as in 20 runs" in text
-    assert "micro_batch_size 2 (now 1) needs 28.00 GiB more than the device has: −5.0 % step time" in text
+    assert (
+        "micro_batch_size 2 (now 1) would be 5.0 % faster; it needs 28.00 GiB more than the device has"
+        in text
+    )
     assert "zero_stage 3 → 2 fits: −4.7 % step time" in text
-    assert "tensor_parallel 1 not predicted: even without communication" in text
+    assert "tensor_parallel 1 not predicted: strategy.tensor_parallel=2 plans it" in text
     assert "4 4 d 02 h 980 takes longer" in text and "8 2 d 01 h 987 enough" in text
     assert "counted: memory by dry runs" in text
     assert text.index("The run") < text.index("Memory at the peak") < text.index("Considered")
+
+
+def test_limits_are_rows_of_the_plan_and_take_the_room_of_alternatives(plan: Plan, answer: Answer) -> None:
+    layers = QuantityLimit("layers", 32, 34, 76 * GiB, 35, 78 * GiB, "needs 80.00 GiB of 79.10 GiB")
+    batch = QuantityLimit("micro_batch_size", 1, None, 0, 1, 0, "is not possible: why", "batch_size 8")
+    limited = replace(answer, limits=(layers, batch))
+    for text in (plan_text(plan, 80, answer=limited), plan_text(plan, 80, answer=limited, brief=True)):
+        assert "Alternatives" not in text and "Limits   what fits at this strategy" in text
+        assert re.search(r"  layers +34 +76.00 GiB  35 needs 80.00 GiB of 79.10 GiB", text)
+        assert re.search(r"  micro_batch_size +none +1 is not possible: why; with batch_size 8", text)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
@@ -113,6 +134,16 @@ def test_the_front_is_drawn_with_labels_that_do_not_overlap(plan: Plan, answer: 
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
     assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
     assert "zero2×8" in svg(figure, "front")
+
+
+def test_a_far_budget_does_not_flatten_the_front(plan: Plan, answer: Answer) -> None:
+    largest = max(candidate.peak_bytes for candidate in plan.candidates)
+    axes = memory_against_time(replace(plan, capacity_bytes=8 * largest, reserve_bytes=0), answer.front).axes[
+        0
+    ]
+    assert axes.get_title(loc="left").startswith("capacity ") and axes.get_ylim()[1] < 2 * largest / GiB
+    near = memory_against_time(plan, answer.front).axes[0]
+    assert not near.get_title(loc="left") and near.get_ylim()[1] > plan.capacity_bytes / GiB
 
 
 @pytest.mark.parametrize("width", [WIDE_INCHES, NARROW_INCHES])

@@ -60,7 +60,7 @@ class PointGrid:
     def changed(self, change: Change) -> PointGroup | None:
         """The group with these values. Settings that they decide take the value that the planner would choose first.
 
-            None where a setting does nothing next to the others, such as the schedule of no pipeline, and where a
+        None where a setting does nothing next to the others, such as the schedule of no pipeline, and where a
         micro-batch is larger than a rank's share of the batch.
         """
         own, strategy = self.workloads.own, self._plain
@@ -75,10 +75,10 @@ class PointGrid:
         except RecipeError:
             return PointGroup(workload, strategy)
         strategy = self._settled(strategy, named, recipe, cluster)
-        if any(self._idle(_setting(key), strategy, recipe, cluster) for key in named):
-            return None
         if any(broken_rules(strategy, cluster.world_size, recipe)):
             return PointGroup(workload, strategy)
+        if any(self._idle(_setting(key), strategy, recipe, cluster) for key in named):
+            return None
         share = -(-recipe.batch_size // layout_of(strategy, cluster.world_size).data_degree)
         if strategy[MICRO_BATCH_SIZE] > share:
             if MICRO_BATCH_SIZE.key in named:

@@ -7,7 +7,6 @@ halves this list, as more devices take fewer hours: each one tried is planned fo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.core.answer import DeviceTry
@@ -17,6 +16,7 @@ from shardwise.core.progress import Progress, silent
 from shardwise.core.units import format_seconds
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.jobs.planning import make_plan, refuse_unfit
+from shardwise.recipe.cluster_sizes import Size, resized, sizes
 from shardwise.recipe.sections import Recipe
 
 
@@ -35,7 +35,7 @@ def fewest_devices(
         why = "hours are of steps, and the steps of epochs are counted from the data by shardwise train"
         raise RecipeError("--within needs steps", where="epochs", why=why, fix="give steps in the recipe")
     search = _Search(recipe, cluster, hours, progress)
-    whole = search.plan(_cluster_size(cluster))
+    whole = search.plan((cluster.nodes, cluster.devices_per_node))
     refuse_unfit(whole)
     if hours is not None and _run_hours(recipe, whole) > hours:
         raise ResourceError(
@@ -44,29 +44,14 @@ def fewest_devices(
             why=f"{recipe.steps:,} steps take {format_seconds(3600 * _run_hours(recipe, whole))}",
             fix="add devices to the cluster, or lower steps",
         )
-    sizes = list(_sizes(cluster))
-    found = sizes[bisect_left(sizes, True, key=search.enough)]
-    asked = search.on(found)
+    listed = list(sizes(cluster, cluster.nodes))
+    found = listed[bisect_left(listed, True, key=search.enough)]
+    asked = resized(recipe, cluster, found)
     return (
         asked,
         cluster_of(asked.cluster),
-        tuple(search.tried[size] for size in sizes if size in search.tried),
+        tuple(search.tried[size] for size in listed if size in search.tried),
     )
-
-
-_Size = tuple[int, int]
-"""Nodes, and devices of each."""
-
-
-def _cluster_size(cluster: Cluster) -> _Size:
-    return cluster.nodes, cluster.devices_per_node
-
-
-def _sizes(cluster: Cluster) -> Iterator[_Size]:
-    nodes, node = _cluster_size(cluster)
-    yield from ((1, each) for each in range(1, node) if node % each == 0)
-    powers = (2**power for power in range(nodes.bit_length()))
-    yield from ((count, node) for count in sorted({*powers, nodes}))
 
 
 def _run_hours(recipe: Recipe, plan: Plan) -> float:
@@ -79,17 +64,10 @@ class _Search:
     cluster: Cluster
     hours: float | None
     progress: Progress
-    tried: dict[_Size, DeviceTry] = field(default_factory=dict)
+    tried: dict[Size, DeviceTry] = field(default_factory=dict)
 
-    def on(self, size: _Size) -> Recipe:
-        """The recipe on as many devices."""
-        device = self.cluster.device
-        name = device.kind if device.traits.is_host else device.file or device.name
-        changed = {"preset": None, "device": name, "nodes": size[0], "devices_per_node": size[1]}
-        return self.recipe.model_copy(update={"cluster": self.recipe.cluster.model_copy(update=changed)})
-
-    def plan(self, size: _Size) -> Plan:
-        asked, devices = self.on(size), size[0] * size[1]
+    def plan(self, size: Size) -> Plan:
+        asked, devices = resized(self.recipe, self.cluster, size), size[0] * size[1]
         plan = make_plan(
             asked,
             cluster_of(asked.cluster),
@@ -104,7 +82,7 @@ class _Search:
         self.tried[size] = DeviceTry(devices, hours, cost, verdict)
         return plan
 
-    def enough(self, size: _Size) -> bool:
+    def enough(self, size: Size) -> bool:
         if size not in self.tried:
             try:
                 self.plan(size)

@@ -40,11 +40,10 @@ def read_imported(found: Imported) -> tuple[Recipe, Cluster]:
 
 def read_for_plan(
     path: Path, overrides: Sequence[str], model: str | None, world: str | None
-) -> tuple[Recipe, list[str]]:
-    """The recipe that another trainer's file becomes, and sentences for the user. Raises RecipeError."""
+) -> tuple[Recipe, str]:
+    """The recipe that another trainer's file becomes, and a sentence for the user. Raises RecipeError.
+
+    The plan measures what the file's pins cost, and says it first.
+    """
     found = imported(path, model=model, world=world, overrides=list(overrides))
-    pins = [
-        f"the file pins {pin}, which costs time; {pin}=null leaves it to the planner"
-        for pin in found.costly_pins
-    ]
-    return read_imported(found)[0], [f"{found.sentence()}; shardwise from shows all", *pins]
+    return read_imported(found)[0], f"{found.sentence()}; shardwise from shows all"

@@ -9,6 +9,8 @@ import pytest
 
 from shardwise.plugins.explorer import grid
 from shardwise.plugins.explorer.exploration import Exploration
+from shardwise.recipe.load import dump_recipe
+from tests.report.conftest import write_run
 
 RECIPE = """\
 model: {layers: 2, width: 128, heads: 4, kv_heads: 2, ffn: 256, vocab: 32768, context: 256}
@@ -36,3 +38,13 @@ def exploration(recipe_path: Path) -> Exploration:
         patched.setattr(grid, "MOST_POINTS", GROUPS * len(explored.devices))
         explored.fill(math.inf, lambda: None)
     return explored
+
+
+@pytest.fixture(scope="session")
+def run_folder(recipe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the recipe with half the micro-batch: its step took 1.79 s."""
+    planned = Exploration(recipe_path, ["strategy.micro_batch_size=2"], "small")
+    folder = write_run(tmp_path_factory.mktemp("runs") / "run", planned.plan)
+    recipe = planned.workloads.recipe.model_copy(update={"strategy": dict(planned.plan.strategy.values)})
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    return folder

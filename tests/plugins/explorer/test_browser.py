@@ -19,6 +19,7 @@ from shardwise.plugins.explorer.exploration import Exploration
 from shardwise.plugins.explorer.page import ExplorationPage, write_page
 from shardwise.plugins.explorer.points import REFUSED
 from shardwise.plugins.live.server import page_server
+from shardwise.report.record import read_run
 from tests.harness.browser import Browser, browser
 
 pytestmark = pytest.mark.plan
@@ -142,6 +143,23 @@ def test_prices_give_a_cost(chromium: Browser, page: Path) -> None:
     costs = [float(chromium.run(script, price).replace(",", "")) for price in ("1e9", "2e9")]
     assert costs[1] == pytest.approx(2 * costs[0], rel=1e-3) and costs[0] > 0
     assert chromium.run(script, "") == chromium.run(script, "?") == "–"
+
+
+def test_measured_figures_are_next_to_predicted_ones(
+    chromium: Browser, run_folder: Path, tmp_path: Path
+) -> None:
+    exploration = Exploration(run_folder / "recipe.yaml", [], "run", read_run(run_folder))
+    exploration.add(exploration.predict(exploration.groups()[0]))
+    write_page(exploration, tmp_path / "run.html")
+    chromium.open(tmp_path / "run.html", width=390, touch=True)
+    rows = chromium.run(
+        "return [...document.getElementById('run-rows').rows].map(e => e.innerText.split('\t'))"
+    )
+    assert [row[0] for row in rows] == ["peak", "step", "throughput"] and rows[1][2] == "1.79\u00a0s"
+    assert chromium.run("return document.querySelectorAll('#front .measured').length") == 1
+    assert "measured" in text(chromium, "front") and chromium.run(COLLIDING) == []
+    assert chromium.run("return document.documentElement.scrollWidth") == 390
+    assert chromium.errors() == []
 
 
 @pytest.fixture

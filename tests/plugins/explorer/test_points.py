@@ -17,10 +17,9 @@ from shardwise.planner.search import plan_for
 from shardwise.plugins.explorer.exploration import Exploration, asked_in
 from shardwise.plugins.explorer.page import page_of
 from shardwise.plugins.explorer.points import REFUSED
-from shardwise.recipe.load import dump_recipe, parse_recipe
+from shardwise.recipe.load import parse_recipe
 from shardwise.report.record import read_run
 from shardwise.technique import SETTINGS
-from tests.report.conftest import write_run
 
 pytestmark = pytest.mark.plan
 
@@ -149,12 +148,9 @@ def test_queries_of_a_page(query: str, read: tuple[int, int, tuple[int, ...] | N
     assert asked_in(query) == read
 
 
-def test_measured_figures_of_a_run(recipe_path: Path, tmp_path: Path) -> None:
+def test_measured_figures_of_a_run(recipe_path: Path, run_folder: Path) -> None:
     """A folder's plan is explored without planning anew; of another recipe, the run's point is among the first."""
-    planned = Exploration(recipe_path, ["strategy.micro_batch_size=2"], "small")
-    folder = write_run(tmp_path / "run", planned.plan)
-    recipe = planned.workloads.recipe.model_copy(update={"strategy": dict(planned.plan.strategy.values)})
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    folder = run_folder
     own = Exploration(folder / "recipe.yaml", [], "run", read_run(folder))
     run = own.data()["run"]
     assert own.plan == read_run(folder).plan and run["choice"] == own.data()["start"]

@@ -15,6 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.plugins.fewest_devices import search as module
+from shardwise.recipe.cluster_sizes import sizes
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -87,9 +88,9 @@ def test_hours_ask_for_more(planned: list[int]) -> None:
 def test_nothing_smaller_is_enough(planned: list[int], hours: int, preset: str) -> None:
     asked = recipe(preset)
     cluster = cluster_of(asked.cluster)
-    sizes = [nodes * each for nodes, each in module._sizes(cluster)]
-    assert sizes == sorted(set(sizes)) and sizes[-1] == cluster.world_size
-    enough = [s for s in sizes if s != 2 and STATES // s <= 80 * GiB and WORK / s <= hours]
+    numbers = [nodes * each for nodes, each in sizes(cluster, cluster.nodes)]
+    assert numbers == sorted(set(numbers)) and numbers[-1] == cluster.world_size
+    enough = [s for s in numbers if s != 2 and STATES // s <= 80 * GiB and WORK / s <= hours]
     if not enough:
         with pytest.raises(ResourceError, match="takes longer than"):
             found(preset, float(hours))

@@ -1,0 +1,106 @@
+"""How far each quantity goes: the value that is named fits in a plan of its own, and the next one does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.core.answer import QuantityLimit
+from shardwise.core.plan import Plan
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.planner.limits import limits_of
+from shardwise.planner.search import plan_for
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS
+
+MODEL = {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "context": 512}
+
+
+def asked(memory_gib: float = 2.2, **changed: Any) -> Recipe:
+    values: dict[str, Any] = {
+        "model": MODEL,
+        "data": {"sequence_length": 512},
+        "steps": 1,
+        "batch_size": 16,
+        "strategy": {
+            "precision": "bf16",
+            "zero_stage": 2,
+            "micro_batch_size": 2,
+            "loss": "logits",
+            "offload": "none",
+            "activation_checkpointing": "none",
+            "tensor_parallel": 1,
+            "sequence_parallel": 1,
+            "pipeline_parallel": 1,
+        },
+        "cluster": {"device": "h100", "devices_per_node": 4, "memory_gib": memory_gib},
+    }
+    strategy = {**values["strategy"], **changed.pop("strategy", {})}
+    return recipe_of({**values, **changed, "strategy": strategy}, SETTINGS)
+
+
+def planned(recipe: Recipe, *overrides: str) -> Plan:
+    """With all settings pinned, the plan of the strategy alone."""
+    changed = recipe_of(recipe.model_dump(exclude_unset=True), SETTINGS, list(overrides))
+    return plan_for(changed, blueprint_of(changed), cluster_of(changed.cluster), compare=False)
+
+
+def limits(recipe: Recipe) -> tuple[Plan, Recipe, dict[str, QuantityLimit]]:
+    """The plan, its recipe with all settings pinned, and its limits."""
+    plan = planned(recipe)
+    pinned = recipe.model_copy(update={"strategy": dict(plan.strategy.values)})
+    return plan, pinned, {one.quantity: one for one in limits_of(recipe, cluster_of(recipe.cluster), plan)}
+
+
+def overrides_of(quantity: str, value: int) -> list[str]:
+    """The overrides that set a quantity, and those that grow with it."""
+    return {
+        "micro_batch_size": [f"strategy.micro_batch_size={value}", f"batch_size={max(16, 4 * value)}"],
+        "sequence_length": [f"data.sequence_length={value}", f"model.context={max(512, value)}"],
+        "layers": [f"model.layers={value}"],
+        "devices": [f"cluster.devices_per_node={value}"],
+    }[quantity]
+
+
+@pytest.mark.parametrize("memory_gib", [2.2, 1.86])
+def test_each_limit_fits_in_full_and_the_next_value_does_not(memory_gib: float) -> None:
+    """Of a plan that fits, and of one that does not."""
+    plan, pinned, found = limits(asked(memory_gib))
+    assert plan.fits == (memory_gib > 2)
+    assert list(found) == ["micro_batch_size", "sequence_length", "layers", "devices"]
+    for quantity, limit in found.items():
+        for value, peak in ((limit.fits, limit.peak_bytes), (limit.stops, limit.stop_bytes)):
+            if value is None:
+                continue
+            other = planned(pinned, *overrides_of(quantity, value))
+            assert other.peak.bytes == peak, (quantity, value)
+            assert (other.fits and not other.tight) == (value == limit.fits), (quantity, value)
+    batch, devices = found["micro_batch_size"], found["devices"]
+    assert batch.now == 2 and devices.now == 4
+    if plan.fits:  # the batch grows with the ranks' shares, and the range of devices ends
+        assert batch.fits and batch.fits > 4 and batch.note == f"batch_size {4 * batch.fits:,}"
+        assert devices.sentence() == "devices: 1 fits; one is enough"
+
+
+def test_what_a_rule_forbids_is_not_possible() -> None:
+    """Four tensor-parallel ranks are no strategy of two devices."""
+    _, _, found = limits(asked(2.6, strategy={"tensor_parallel": 4}))
+    devices = found["devices"]
+    assert (devices.fits, devices.stops, devices.stop_bytes) == (4, 2, 0)
+    assert devices.reason.startswith("is not possible: the ranks that share one copy of the model")
+
+
+def test_stages_are_varied_together() -> None:
+    _, _, found = limits(asked(6.2, strategy={"pipeline_parallel": 2, "zero_stage": 0}))
+    layers = found["layers"]
+    assert layers.fits and layers.stops == layers.fits + 2 and layers.fits % 2 == 0
+
+
+def test_a_value_of_which_none_fits() -> None:
+    limit = QuantityLimit("sequence_length", 512, None, 0, 32, 2**30, "needs 1.00 GiB of 0.90 GiB")
+    assert limit.sentence() == "sequence_length: no value fits; 32 needs 1.00 GiB of 0.90 GiB"
+    assert replace(limit, fits=16).sentence().startswith("sequence_length: 16 fits; 32 needs")
