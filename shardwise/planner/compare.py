@@ -82,7 +82,8 @@ def _near_values(technique: Technique, setting: Setting[Any], case: Case) -> Ite
     yield from (value for value in values if value in setting.candidates)
     yield from setting.compared
     if isinstance(technique, Dividing) and isinstance(mine, int):
-        listed = values or (1, mine, 2 * mine)  # some models are divided only if the recipe asks for it
+        twice = () if case.world_size % (2 * case.model_ranks) else (2 * mine,)
+        listed = values or (1, mine, *twice)  # some models are divided only if the recipe asks for it
         here = layout_of(case.strategy, case.world_size)
         degrees = sorted(
             value
@@ -91,7 +92,9 @@ def _near_values(technique: Technique, setting: Setting[Any], case: Case) -> Ite
             and layout_of(case.strategy.with_values(**{setting.key: value}), case.world_size) != here
         )
         yield from (*[d for d in degrees if d < mine][-1:], *[d for d in degrees if d > mine][:1])
-    if not isinstance(technique, Dividing):  # the last resort of one that divides needs other settings' last resorts
+    if not isinstance(
+        technique, Dividing
+    ):  # the last resort of one that divides needs other settings' last resorts
         yield from setting.last_resort[:1]
 
 

@@ -1,4 +1,4 @@
-"""What is composed of shallow dry runs is what a dry run of the whole step has: memory and time."""
+"""Composed of shallow dry runs, memory and time are those of a dry run of the whole step."""
 
 from __future__ import annotations
 

@@ -18,15 +18,21 @@ from tests.harness.dry_runs import dry_run
 MODEL = {"layers": 3, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 768, "vocab": 512}
 
 
+def most_of_states(run: DryRun) -> int:
+    """Before the update: all weights, gradients and optimizer state, and none gathered."""
+    ledger = run.peaks["clip"].ledger
+    return ledger.parameters + ledger.master_weights + ledger.gradients + ledger.optimizer_state
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("settings", "optimizer", "bytes_per_parameter"),
     [
-        ({}, "adamw", 12),
-        ({"precision": "bf16"}, "adamw", 12),
-        ({"precision": "bf16", "master_weights": False}, "adamw", 10),
-        ({"precision": "bf16", "master_weights": False}, "adamw_8bit", 4.06),
-        ({}, "sgd", 8),
+        ({}, "adamw", 16),
+        ({"precision": "bf16"}, "adamw", 16),
+        ({"precision": "bf16", "master_weights": False}, "adamw", 12),
+        ({"precision": "bf16", "master_weights": False}, "adamw_8bit", 6.06),
+        ({}, "sgd", 12),
     ],
 )
 def test_bound_is_below_what_is_held_and_near_it(
@@ -45,9 +51,23 @@ def test_bound_is_below_what_is_held_and_near_it(
     layout = layout_of(strategy, 4)
     counts = blueprint_of(recipe).parameter_counts()
     least = least_state_bytes(counts, strategy, layout, recipe, cluster_of(recipe.cluster))
-    held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
-    assert 0.9 * held <= least <= held
+    assert 0.9 * most_of_states(run) <= least <= most_of_states(run)
     assert least * layout.degree("shard") / run.parameters == pytest.approx(bytes_per_parameter, rel=0.04)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bound_counts_gathered_weights_and_is_below_the_peak(stage: int) -> None:
+    """Stages 1 and 2 keep the cast weights of the whole model: 2 bytes of each; 12 more are divided."""
+    values = {"model": MODEL, "data": {"sequence_length": 8}, "steps": 1, "batch_size": 4}
+    recipe = recipe_of({**values, "cluster": {"device": "cpu", "devices_per_node": 4}}, SETTINGS)
+    strategy = strategy_from({"precision": "bf16", "zero_stage": stage})
+    blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
+    counts = blueprint.parameter_counts()
+    least = least_state_bytes(counts, strategy, layout_of(strategy, 4), recipe, cluster)
+    run = dry_run(recipe, blueprint, strategy, cluster)
+    assert least <= run.peak.bytes
+    if stage in (1, 2):
+        assert least >= 0.9 * sum(counts) * (2 + 12 / 4)
 
 
 @pytest.mark.parametrize(("quantize", "bytes_per_weight"), [("none", 2), ("int8", 1), ("nf4", 0.516)])
@@ -77,7 +97,9 @@ def test_compiled_blocks_hold_as_much_and_the_bound_compiles_nothing(monkeypatch
 
     def recorded(*arguments: Any) -> DryRun:
         ran.append(arguments[2].values["compile"])
-        return dry_run(*arguments)
+        return run(*arguments)
+
+    run = lower_bound.dry_run
 
     def least(compile_: str) -> int:
         _bytes_per_parameter.cache_clear()
@@ -87,4 +109,4 @@ def test_compiled_blocks_hold_as_much_and_the_bound_compiles_nothing(monkeypatch
         )
 
     monkeypatch.setattr(lower_bound, "dry_run", recorded)
-    assert least("block") == least("none") and ran == ["none"] * 2
+    assert least("block") == least("none") > 0 and set(ran) == {"none"}

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from shardwise.core.errors import RecipeError
+from shardwise.hardware.cluster import cluster_of
 from shardwise.model.blueprint import Batch
 from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.open import blueprint_of
+from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS
 from tests.harness.corpora import write_words
@@ -130,6 +133,28 @@ def test_stages_and_parts_of_sequences_are_refused_with_the_auxiliary_loss(saved
     with torch.device("meta"):
         model = blueprint.build()
     assert "auxiliary loss" in blueprint.context_parallel_obstacle(model)
+
+
+@pytest.mark.plan
+def test_blocks_are_not_compiled_with_the_auxiliary_loss(saved: Any) -> None:
+    """A long run is planned without; a recipe that pins it is refused in one line."""
+    model = {"hf": str(saved(config_of("mixtral", vocab_size=256, **BALANCED)))}
+    pins = {"precision": "fp32", "activation_checkpointing": "none", "loss": "logits"}
+    plans = []
+    for more in ({}, {"compile": "block"}):
+        values = {"model": model, "data": {"sequence_length": 16}, "steps": 10**6, "batch_size": 2}
+        asked = recipe_of({**values, "cluster": {"device": "cpu"}, "strategy": {**pins, **more}}, SETTINGS)
+        blueprint, cluster = blueprint_of(asked), cluster_of(asked.cluster)
+        if more:
+            with pytest.raises(
+                RecipeError, match=r"cannot be compiled .*: its router's auxiliary loss"
+            ) as refused:
+                plan_for(asked, blueprint, cluster)
+            assert "compile: none" in str(refused.value) and "\n" not in str(refused.value)
+        else:
+            plans.append(plan_for(asked, blueprint, cluster))
+    assert plans[0].fits and plans[0].strategy.values["compile"] == "none"
+    assert all(each.strategy.values["compile"] == "none" for each in plans[0].candidates)
 
 
 def test_a_router_without_a_coefficient_is_refused(tmp_path: Path) -> None:
