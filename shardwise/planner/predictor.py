@@ -233,6 +233,8 @@ class Predictor:
         Such values, such as compiled blocks, take seconds to count. Where one strategy has pipeline stages, bytes are
         taken in proportion, else by their difference. Raises NotComposable.
         """
+        if strategy in self._predictions:
+            return self.estimate(strategy)
         plain, plain_known = map(without_one_time_costs, (strategy, known.strategy))
         other, mine = self._comparable(plain), self._comparable(plain_known)
         staged = any(has_stages(self.layout(each)) for each in (strategy, known.strategy))
