@@ -1,6 +1,6 @@
 """Seconds of ``shardwise plan`` with a cold cache: ``python benchmarks/plan_seconds.py [--only TEXT] [--tree FOLDER]``.
 
-Processor seconds are those of the whole process tree, imports included; beside them the wall time, and the time until
+Processor seconds are those of the whole process tree, imports included; next to them the wall time, and the time until
 the answer's first line is printed. ``--tree`` measures another checkout of this repository with the same environment.
 This machine is measured before (``doctor --calibrate`` does it once), so no plan does. Writes
 benchmarks/results/plan-seconds.json.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -16,11 +16,13 @@ import typer
 from shardwise.cli.common import AsJson, Overrides, path_option
 from shardwise.cli.export import Dtype
 from shardwise.cli.plan_versus import PlanCommand, recipes
-from shardwise.cli.spinner import planning
-from shardwise.core.answer import DeviceTry
+from shardwise.cli.spinner import Working, planning
+from shardwise.core.answer import Answer, DeviceTry
 from shardwise.core.errors import RecipeError
+from shardwise.core.fit_advice import FitAdvice
 from shardwise.core.plan import Plan
 from shardwise.core.plugins import plugin, require_plugin
+from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.sections import Recipe
@@ -248,22 +250,11 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
     cluster = measured_cluster(asked)
     tried: tuple[DeviceTry, ...] = ()
     told: list[Plan] = []
-
-    def tell(plan: Plan) -> None:
-        """The answer's first lines, while the planner goes on with the alternatives."""
-        if not options.as_json:
-            from rich.console import Console
-
-            from shardwise.report.tables import plan_table
-
-            working.stop()
-            Console().print(plan_table(plan, part="head"))
-            told.append(plan)
-
     with planning() as working:
         if options.fewest:
             search = require_plugin("fewest_devices.search", "--for devices")
             asked, cluster, tried = search.fewest_devices(asked, cluster, options.within, working)
+        tell = _told_to(told, working) if not options.as_json else _say_nothing
         plan = make_plan(asked, cluster, compare=True, progress=working, answered=tell)
     advice = None
     if options.explain or not plan.fits:
@@ -298,14 +289,40 @@ def _show_plan(asked: Recipe, options: _Options) -> None:
         Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full, part=part))
         if advice is not None:
             Console().print(advice_table(advice))
+    _write_files(asked, cluster, plan, (answer, advice), options)
+    refuse_unfit(plan, advice)
+
+
+def _say_nothing(plan: Plan) -> None:
+    """For output that is one object."""
+
+
+def _told_to(told: list[Plan], working: Working) -> Callable[[Plan], None]:
+    """Prints the answer's first lines while the planner goes on with the alternatives, and adds the plan to a list."""
+
+    def tell(plan: Plan) -> None:
+        from rich.console import Console
+
+        from shardwise.report.tables import plan_table
+
+        working.stop()
+        Console().print(plan_table(plan, part="head"))
+        told.append(plan)
+
+    return tell
+
+
+def _write_files(
+    asked: Recipe, cluster: Cluster, plan: Plan, told: tuple[Answer, FitAdvice | None], options: _Options
+) -> None:
+    """The page and the snapshot that are asked for."""
     if options.html is not None:
         from shardwise.recipe.load import dump_recipe
         from shardwise.report.run import write_plan_page
 
-        write_plan_page(plan, dump_recipe(asked), options.html, answer, advice, options.name)
+        write_plan_page(plan, dump_recipe(asked), options.html, *told, options.name)
     if options.snapshot is not None:
         from shardwise.core.atomic_file import write_whole
         from shardwise.jobs.planning import planned_snapshot
 
         write_whole(options.snapshot, planned_snapshot(asked, cluster, plan))
-    refuse_unfit(plan, advice)

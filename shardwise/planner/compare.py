@@ -17,7 +17,7 @@ from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.verdicts import UNKNOWN, Estimate
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Case, Technique, case_of, layout_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of
 from shardwise.technique.base import Dividing
 
 _FRAGMENTATION = 1.1
@@ -61,13 +61,11 @@ def _trials(predictor: Predictor, strategy: Strategy) -> Iterator[Sequence[Strat
 
 def _neighbours(predictor: Predictor, strategy: Strategy) -> Iterator[Strategy]:
     """Strategies with one setting at another value that break no rule."""
-    cluster = predictor.cluster
-    case = case_of(strategy, cluster.world_size, predictor.recipe, cluster.devices_per_node)
     changes: list[Mapping[str, object]] = [
         {s.key: value}
         for technique in ORDER
         for s in technique.settings
-        for value in _near_values(technique, s, case)
+        for value in _near_values(predictor, strategy, technique, s)
         if value != strategy[s] and not {value, strategy[s]} <= set(s.alike)
     ]
     size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)
@@ -76,26 +74,27 @@ def _neighbours(predictor: Predictor, strategy: Strategy) -> Iterator[Strategy]:
     yield from (neighbour for neighbour in dict.fromkeys(possible) if neighbour != strategy)
 
 
-def _near_values(technique: Technique, setting: Setting[Any], case: Case) -> Iterator[object]:
+def _near_values(
+    predictor: Predictor, strategy: Strategy, technique: Technique, setting: Setting[Any]
+) -> Iterator[object]:
     """Values that a setting is compared with: the search's own, the nearest degrees of an axis, the last resort."""
-    values, mine = technique.candidates(setting, case), case.strategy[setting]
+    cluster = predictor.cluster
+    case = case_of(strategy, cluster.world_size, predictor.recipe, cluster.devices_per_node)
+    values, mine = technique.candidates(setting, case), strategy[setting]
     yield from (value for value in values if value in setting.candidates)
     yield from setting.compared
-    if isinstance(technique, Dividing) and isinstance(mine, int):
-        twice = () if case.world_size % (2 * case.model_ranks) else (2 * mine,)
+    if not isinstance(technique, Dividing):  # a division's last resort needs that of other settings
+        yield from setting.last_resort[:1]
+    elif isinstance(mine, int):
+        twice = () if cluster.world_size % (2 * case.model_ranks) else (2 * mine,)
         listed = values or (1, mine, *twice)  # some models are divided only if the recipe asks for it
-        here = layout_of(case.strategy, case.world_size)
-        degrees = sorted(
+        divided = [
             value
             for value in listed
             if isinstance(value, int)
-            and layout_of(case.strategy.with_values(**{setting.key: value}), case.world_size) != here
-        )
-        yield from (*[d for d in degrees if d < mine][-1:], *[d for d in degrees if d > mine][:1])
-    if not isinstance(
-        technique, Dividing
-    ):  # the last resort of one that divides needs other settings' last resorts
-        yield from setting.last_resort[:1]
+            and predictor.layout(strategy.with_values(**{setting.key: value})) != predictor.layout(strategy)
+        ]
+        yield from (*sorted(d for d in divided if d < mine)[-1:], *sorted(d for d in divided if d > mine)[:1])
 
 
 def compared_candidates(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:

@@ -35,8 +35,7 @@ from shardwise.technique.in_backward import InBackward
 from shardwise.technique.pipeline.technique import PIPELINE_PARALLEL, PipelineParallel, stages_per_rank
 from shardwise.technique.place import Stretch
 from shardwise.technique.precision import PRECISION, Precision
-from shardwise.technique.rules import Case as Case
-from shardwise.technique.rules import Rule, Violation, violations
+from shardwise.technique.rules import Case, Rule, Violation, violations
 from shardwise.technique.sequence import SequenceParallel
 from shardwise.technique.state_offload import StateOffloading
 from shardwise.technique.tensor import TensorParallel

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import run as command
+from shardwise.hardware.profiles import PROFILES
 
 pytestmark = pytest.mark.cli
 
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.cli
 def test_a_page_is_written(recipe_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert command(["explore", str(recipe_path), "batch_size=4", "--seconds", "0", "--out", str(page)]) == 0
-    assert capfd.readouterr().out == f"explorer: {page} (13 points; --seconds for more)\n"
+    devices = [name for name, profile in PROFILES.items() if profile.kind == "cuda"]
+    told = f"explorer: {page} ({len(devices)} points; --seconds for more)\n"
+    assert capfd.readouterr().out == told, "the first strategy on every card"
     assert "batch_size: 4" in page.read_text(encoding="utf-8")
 
 
