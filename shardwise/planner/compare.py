@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.core.answer import pinned_in_words
+from shardwise.core.answer import TELLS, pinned_in_words
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Setting, Strategy
@@ -17,7 +17,7 @@ from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.verdicts import UNKNOWN, Estimate
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, has_stages
 from shardwise.technique.base import Dividing
 
 _FRAGMENTATION = 1.1
@@ -41,9 +41,14 @@ def _estimate(predictor: Predictor, neighbour: Strategy, known: Estimate) -> Est
         if not (divides_states_alike(neighbour, known.strategy) or predictor.may_fit(neighbour)):
             return None
         try:
-            return predictor.relative(neighbour, known)
+            estimate = predictor.relative(neighbour, known)
         except NotComposable:
             return predictor.estimate(neighbour)
+        faster = estimate.seconds < known.seconds * (1 - TELLS) and predictor.fits(estimate)
+        free = not predictor.recipe.strategy.keys() & known.strategy.differences(neighbour).keys()
+        if faster and free and has_stages(predictor.layout(neighbour)):  # the proportion promises too much
+            return predictor.estimate(neighbour)
+        return estimate
     except RecipeError:
         return None
     except Exception as error:  # of the model or a kernel, in a strategy that is only compared

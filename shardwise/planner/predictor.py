@@ -252,7 +252,8 @@ class Predictor:
             seconds=other.seconds * ratio,
             split={part: spent * ratio for part, spent in other.split.items()},
         )
-        self._estimates[strategy] = estimate
+        if not staged:  # ranks of stages may be dry-run, which is more exact
+            self._estimates[strategy] = estimate
         self.verdicts.judge(estimate)
         return estimate
 
