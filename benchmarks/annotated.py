@@ -11,7 +11,7 @@ the row's software holds otherwise is put in its place:
     alone keeps all in bf16. ``held_bytes`` and ``sharded_bytes`` are those of one parameter.
 
 Compared is what PyTorch's allocator reserves, as ms-swift prints ``torch.cuda.max_memory_reserved``. Writes
-benchmarks/results/annotated-runs.json, of which `make docs` fills docs/reference/accuracy.md.
+benchmarks/results/annotated-runs.json, from which `make docs` fills docs/reference/accuracy.md.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ FLOPs count a multiply-add as two, and only matmuls, convolutions and attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TypeAlias
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,6 @@ class StepCost:
             copied[t.way] = copied.get(t.way, 0) + t.calls * t.bytes
         return copied
 
-    def extrapolated(self, deeper: StepCost, blocks: int) -> StepCost:
-        """This cost plus ``blocks`` times the calls that ``deeper``, with one more block, adds."""
-        return StepCost(
-            _more_calls(self.kernels, deeper.kernels, blocks),
-            _more_calls(self.collectives, deeper.collectives, blocks),
-            _more_calls(self.transfers, deeper.transfers, blocks),
-            self.micro_batches,
-        )
-
 
 CountedCall: TypeAlias = Kernel | Collective | Transfer
 """What a dry run counts."""
@@ -138,14 +129,3 @@ CONTROL_AXIS = "control"
 """Axis name for collectives of a single element (token count, loss, gradient norm).
 
 They are not traffic of the strategy, so they are not listed under the mesh axis of their group."""
-
-Kind = TypeVar("Kind", Kernel, Collective, Transfer)
-
-
-def _more_calls(shallow: tuple[Kind, ...], deep: tuple[Kind, ...], blocks: int) -> tuple[Kind, ...]:
-    calls: dict[Kind, int] = {}
-    for counted, factor in ((shallow, 1 - blocks), (deep, blocks)):
-        for call in counted:
-            key = replace(call, calls=0)
-            calls[key] = calls.get(key, 0) + factor * call.calls
-    return tuple(replace(key, calls=n) for key, n in calls.items() if n > 0)

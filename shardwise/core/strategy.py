@@ -140,7 +140,6 @@ class Setting(Generic[T]):
         compared: further values whose cost the plan shows but never chooses.
         alike: values that cost the same; a strategy with one of them is not compared with another.
         once: values that cost seconds once, at the start of a run; the planner chooses one where it saves more.
-        load: loads the packages that the values of ``once`` need, so that forked processes have them.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
         forms: values with a number or a path in them, accepted in addition to ``choices``, for settings of kind str.
@@ -160,7 +159,6 @@ class Setting(Generic[T]):
     compared: tuple[T, ...] = ()
     alike: tuple[T, ...] = ()
     once: Mapping[T, float] = field(default_factory=dict)
-    load: Callable[[], object] | None = None
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
     forms: tuple[Form[Any] | FolderForm, ...] = ()

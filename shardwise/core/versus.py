@@ -79,8 +79,7 @@ def versus_values(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     rows = list(figures(compared))
 
     def changes(index: int) -> Mapping[str, float]:
-        found = ((row.key, row.changes[index]) for row in rows)
-        return {key: change for key, change in found if change is not None}
+        return {row.key: change for row in rows if (change := row.changes[index]) is not None}
 
     return [
         {

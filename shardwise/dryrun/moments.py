@@ -130,8 +130,3 @@ def numbered(where: str, depth: int | None) -> str:
     return _BLOCK_NUMBER.sub(
         lambda m: m[0] if 2 * int(m[0]) < depth else str(int(m[0]) - depth), where, count=1
     )
-
-
-def unnumbered(where: str, depth: int) -> str:
-    """The module's own name in a model of ``depth`` blocks."""
-    return re.sub(r"(?<=\.)-\d+", lambda m: str(int(m[0]) + depth), where, count=1)

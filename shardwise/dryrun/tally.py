@@ -31,17 +31,6 @@ class Tally:
         for transfer in transfers:
             self.transfers[transfer] += 1
 
-    def copy(self) -> Tally:
-        return Tally(self.kernels.copy(), self.collectives.copy(), self.transfers.copy())
-
-    def __sub__(self, before: Tally) -> Tally:
-        """The counts since ``before``, an earlier copy of this tally."""
-        return Tally(
-            self.kernels - before.kernels,
-            self.collectives - before.collectives,
-            self.transfers - before.transfers,
-        )
-
     def add(self, other: Tally, times: int = 1) -> None:
         """Add the counts of ``other``, multiplied by ``times``."""
         _add_counts(self.kernels, other.kernels, times)

@@ -198,20 +198,9 @@ def _substituted(
             yield
 
 
-def _attention_in_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What torch's dispatcher takes on MPS where a gradient is needed."""
-    return math_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+def _attention_in_parts(*operands: Any, **options: Any) -> Tensor:
+    """The path of torch's dispatcher on MPS where a gradient is needed. Takes the arguments of SDPA."""
+    return cast("Tensor", math_attention(*operands, **options)[0])
 
 
 def _fused_rms_norm(

@@ -54,9 +54,13 @@ def with_measured(profile: DeviceProfile) -> DeviceProfile:
     """The profile with the speeds that were measured here; the same profile if there are none."""
     device = profile.calibrated_as
     try:
-        found = checked(gpu_file(device).read_bytes(), GpuCalibration)
+        calibration = checked(gpu_file(device).read_bytes(), GpuCalibration)
     except (OSError, ValidationError):
         return profile
-    if (found.device, found.torch, found.version) != (device, torch_version(), TABLES_VERSION):
+    if (calibration.device, calibration.torch, calibration.version) != (
+        device,
+        torch_version(),
+        TABLES_VERSION,
+    ):
         return profile
-    return replace(profile, measured=found.speeds, measured_on=found.day)
+    return replace(profile, measured=calibration.speeds, measured_on=calibration.day)

@@ -1,9 +1,9 @@
 """What `cluster.device` calls the GPUs of this machine: a profile of the package, or a file written here.
 
 A GPU without a profile is described from CUDA's figures: memory, multiprocessors and clocks. A multiprocessor of a
-generation computes as many operations per clock as on the generation's profile, of which it also takes efficiencies and
-overheads. Cards of one generation differ: the profile is a GeForce where there is one, whose rates are low. What CUDA
-does not report is assumed low: peers are reached over PCIe and the host.
+generation computes as many operations per clock as on the generation's profile. Efficiencies and overheads are that
+profile's, too. Cards of one generation differ: the profile is a GeForce where there is one, whose rates are low. What
+CUDA does not report is assumed low: peers are reached over PCIe and the host.
 
 The file is a profile as a user writes it. It is in the folder of cached files, and each call writes it anew.
 """
@@ -73,18 +73,18 @@ def reported_gpu(index: int = 0) -> ReportedGpu:
     """One GPU of this machine as CUDA or HIP reports it."""
     import torch
 
-    found = torch.cuda.get_device_properties(index)
-    rocm = (getattr(found, "gcnArchName", "") if torch.version.hip else "").partition(":")[0]
+    properties = torch.cuda.get_device_properties(index)
+    rocm = (getattr(properties, "gcnArchName", "") if torch.version.hip else "").partition(":")[0]
     # Two transfers per clock. HIP's clock is not that of the bus.
-    bits = 0 if rocm else 2 * getattr(found, "memory_bus_width", 0)
+    bits = 0 if rocm else 2 * getattr(properties, "memory_bus_width", 0)
     return ReportedGpu(
-        found.name,
-        found.total_memory,
-        found.multi_processor_count,
-        (found.major, found.minor),
+        properties.name,
+        properties.total_memory,
+        properties.multi_processor_count,
+        (properties.major, properties.minor),
         rocm,
-        1e3 * getattr(found, "clock_rate", 0),
-        bits / 8 * 1e3 * getattr(found, "memory_clock_rate", 0),
+        1e3 * getattr(properties, "clock_rate", 0),
+        bits / 8 * 1e3 * getattr(properties, "memory_clock_rate", 0),
     )
 
 
@@ -113,7 +113,7 @@ def device_here(index: int = 0) -> str:
 
 
 def described(gpu: ReportedGpu, count: int) -> str:
-    """The profile of a GPU as TOML, of which a node has ``count``. Raises RecipeError for an unknown generation."""
+    """The profile of a GPU as TOML, for nodes of ``count`` such GPUs. Raises RecipeError for an unknown generation."""
     generation = _generation(gpu)
     like, clock = PROFILES[generation.like], gpu.clock or generation.clock
     share = gpu.units * clock / (like.tiles.units * generation.clock)
@@ -160,17 +160,16 @@ def described(gpu: ReportedGpu, count: int) -> str:
 
 def _generation(gpu: ReportedGpu) -> Generation:
     if gpu.architecture:
-        found = ROCM_GENERATIONS.get(gpu.architecture)
+        generation = ROCM_GENERATIONS.get(gpu.architecture)
     else:
-        found = CUDA_GENERATIONS.get(
-            max((known for known in CUDA_GENERATIONS if known <= gpu.capability), default=(0, 0))
-        )
-    if found is None:
-        generation = gpu.architecture or ".".join(map(str, gpu.capability))
+        earlier = (capability for capability in CUDA_GENERATIONS if capability <= gpu.capability)
+        generation = CUDA_GENERATIONS.get(max(earlier, default=(0, 0)))
+    if generation is None:
+        name = gpu.architecture or ".".join(map(str, gpu.capability))
         raise RecipeError(
             f"there is no profile of {gpu.name}",
             where="cluster.device",
-            why=f"nor of its generation, {generation}",
+            why=f"nor of its generation, {name}",
             fix="write its profile: docs/how-to/plan-for-your-own-card.md",
         )
-    return found
+    return generation

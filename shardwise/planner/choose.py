@@ -94,7 +94,7 @@ class _Walk:
         failed: strategies that do not fit by their full dry runs, or are tight.
         fragmentation: the least share that the allocator lost in failed strategies, by their activations and loss.
         reference: seconds of the kernels of the first strategy's passes, for how many sequences of each rank.
-        trials: origins of which a trial was faster than all before.
+        trials: origins with a trial that was faster than all before, and its estimate.
         composed: origins without pipeline stages all of whose completions were considered.
         refused: the first error of a strategy that cannot be built here.
     """
@@ -164,7 +164,7 @@ class _Walk:
     def _best(self) -> Estimate:
         """The first of those that differ from the best by less than can be told."""
         least = self._least()
-        return next(each for each in self.fitting if self._value(each) <= least * (1 + TELLS))
+        return next(estimate for estimate in self.fitting if self._value(estimate) <= least * (1 + TELLS))
 
     # -- meshes -------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class _Walk:
             return True
         computing, per_sequence = self.reference
         share = self._sequences(origin) / per_sequence
-        updating = min((each.updating for each in self.fitting if each.updating), default=0.0)
+        updating = min((estimate.updating for estimate in self.fitting if estimate.updating), default=0.0)
         return computing * share + updating < best * (1 - _WORTH)
 
     def _sequences(self, strategy: Strategy) -> float:
@@ -305,7 +305,7 @@ class _Walk:
     def _stage_estimates(self) -> list[Estimate]:
         """Composed estimates with pipeline stages that fit, best first, on the best of the meshes that were walked."""
         fitting = sorted(self.fitting, key=self._value)
-        bases = list(dict.fromkeys(self._flat(each.strategy) for each in fitting)) or self.composed
+        bases = list(dict.fromkeys(self._flat(estimate.strategy) for estimate in fitting)) or self.composed
         staged = (origins for mesh, origins in self.meshes.items() if mesh not in self.walked)
         trials = [
             strategy.with_values(micro_batch_size=size)

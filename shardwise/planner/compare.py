@@ -25,8 +25,10 @@ _FRAGMENTATION = 1.1
 
 
 def estimate_neighbours(predictor: Predictor, chosen: Prediction) -> None:
-    """Estimate every strategy that differs from the chosen one in one setting, and some without one of the recipe's
-    pins (planner/pins.py), of which the first that surely fits counts. The predictor records them."""
+    """Estimate every strategy that differs from the chosen one in one setting; the predictor records them.
+
+    Also strategies without one of the recipe's pins (planner/pins.py), for each pin up to the first that surely fits.
+    """
     known = predictor.estimate(chosen.strategy)
     for trials in _trials(predictor, chosen.strategy):
         for trial in trials[:MOST_TRIALS]:
@@ -46,8 +48,8 @@ def _estimate(predictor: Predictor, neighbour: Strategy, known: Estimate) -> Est
             return predictor.estimate(neighbour)
         faster = estimate.seconds < known.seconds * (1 - TELLS) and predictor.fits(estimate)
         free = not predictor.recipe.strategy.keys() & known.strategy.differences(neighbour).keys()
-        if faster and free and has_stages(predictor.layout(neighbour)):  # the proportion promises too much
-            return predictor.estimate(neighbour)
+        if faster and free and has_stages(predictor.layout(neighbour)):
+            return predictor.estimate(neighbour)  # dry runs of its ranks: a proportion may promise too much
         return estimate
     except RecipeError:
         return None

@@ -22,11 +22,9 @@ from shardwise.model.open import blueprint_of
 from shardwise.planner.predictor import Predictor
 from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.cluster_sizes import resized, sizes
+from shardwise.recipe.data_sections import MOST_LENGTH
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, broken_rules, stages_of
-
-MOST_LENGTH = 100_000_000
-"""The longest sequence that a recipe may have (recipe/data_sections.py)."""
 
 DEEPER = 16
 """So many times the model's blocks are tried at most: a full dry run goes through each of them."""

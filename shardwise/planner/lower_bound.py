@@ -9,11 +9,11 @@ need more for vectors than for matrices, and the small block has relatively more
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.core.strategy import Layout, Strategy
 from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.open import blueprint_of
@@ -47,24 +47,24 @@ def least_state_bytes(
     quantize = recipe.adapter.quantize if recipe.adapter is not None else None
     held = 0.0
     for number, frozen in zip(parameters, (None, quantize), strict=True):
-        counted = functools.partial(_bytes_per_parameter, optimizer, node, frozen)
-        held += number * _on_ranks(counted, states, sharing, layout.state_copies) if number else 0
+        counted = functools.partial(_bytes_per_parameter, states, optimizer, node, frozen)
+        held += number * _on_ranks(counted, sharing, layout.state_copies) if number else 0
     return int(_BOUND_MARGIN * held * sharing / layout.world_size)
 
 
-def _on_ranks(counted: Callable[[Strategy, int], float], states: Strategy, ranks: int, copies: int) -> float:
-    """Bytes of a rank per parameter on so many ranks, from a probe on fewer: a part is replicated, a part sharded.
+def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float:
+    """Bytes of a rank per parameter, from probes on at most _RANKS ranks: a part is replicated, a part is sharded.
 
-    On one rank, what would be divided takes no less than if it were not to be.
+    Args:
+        counted: the bytes of a rank where so many ranks share one copy of the states.
+        copies: of the states, on the ``ranks``.
     """
-    undivided = states.with_values(**{s.key: s.default for s in _dividing_settings()})
-    if ranks == copies:
-        return counted(undivided, 1)
-    if ranks // copies <= _RANKS:
-        return counted(states, ranks // copies)
-    one, few = counted(undivided, 1), counted(states, _RANKS)
+    shards = ranks // copies
+    if shards <= _RANKS:
+        return counted(shards)
+    one, few = counted(1), counted(_RANKS)
     sharded = (one - few) / (1 - 1 / _RANKS)
-    return one - sharded + sharded * copies / ranks
+    return one - sharded + sharded / shards
 
 
 def share_of_states(layout: Layout) -> float:
@@ -94,20 +94,14 @@ def _of_states(strategy: Strategy) -> Strategy:
 
 
 def divides_states_alike(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies differ in other settings than the division of states, whose bound excludes many."""
-    return all(one[setting] == other[setting] for setting in _dividing_settings())
-
-
-def _dividing_settings() -> Iterator[Setting[Any]]:
-    """Settings of how states are divided."""
-    for technique in ORDER:
-        if technique.part == STATES and isinstance(technique, Dividing):
-            yield from technique.settings
+    """Whether two strategies divide the states alike. The bound excludes few that do."""
+    dividing = (t for t in ORDER if t.part == STATES and isinstance(t, Dividing))
+    return all(one[setting] == other[setting] for technique in dividing for setting in technique.settings)
 
 
 @functools.cache
 def _bytes_per_parameter(
-    optimizer: OptimizerSpec, node: Cluster, frozen: Quantize | None, strategy: Strategy, ranks: int
+    strategy: Strategy, optimizer: OptimizerSpec, node: Cluster, frozen: Quantize | None, ranks: int
 ) -> float:
     """Bytes of weights, gradients and optimizer state of a rank that one more parameter adds.
 
@@ -121,7 +115,7 @@ def _bytes_per_parameter(
     trained, fixed = (many[i] - few[i] for i in (0, 1))
     if frozen is None:
         return (more - fewer) / trained
-    own = trained * _bytes_per_parameter(optimizer, node, None, strategy, ranks)
+    own = trained * _bytes_per_parameter(strategy, optimizer, node, None, ranks)
     return max(0.0, (more - fewer - own) / fixed)
 
 

@@ -9,6 +9,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from shardwise.core.paths import only_a_path, path_of, seen_from
 from shardwise.recipe.section import RecipeText, Section, words
 
+MOST_LENGTH = 100_000_000
+"""Tokens of the longest sequence."""
+
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "spm.model", "vocab.json", "vocab.txt",
@@ -51,9 +54,9 @@ class DataSpec(Section):
     begin: Literal["auto", "none"] = "auto"
     """beginning-of-sequence token (BOS) before every document and prompt: auto adds it if the tokenizer itself does;
     none adds none. A chat template writes its own"""
-    sequence_length: Annotated[int, Field(ge=1, le=100_000_000)] = 256
+    sequence_length: Annotated[int, Field(ge=1, le=MOST_LENGTH)] = 256
     """tokens per sequence; of the encoder's sequence under model.objective seq2seq"""
-    completion_length: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    completion_length: Annotated[int, Field(ge=1, le=MOST_LENGTH)] | None = None
     """tokens of the decoder's sequence under model.objective seq2seq; null is sequence_length"""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """fraction of the documents held out for the validation loss"""

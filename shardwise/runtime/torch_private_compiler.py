@@ -38,13 +38,6 @@ class _Traced(nn.Module):
         return self.function(*inputs)
 
 
-def load() -> None:
-    """Import the compiler."""
-    from torch._inductor import compile_fx
-
-    assert compile_fx
-
-
 def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., None] | None) -> Function:
     """Both passes of ``function``, compiled by AOTAutograd and inductor.
 

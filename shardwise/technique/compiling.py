@@ -28,13 +28,6 @@ from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
 
-
-def _load_compiler() -> None:
-    from shardwise.runtime.torch_private_compiler import load
-
-    load()
-
-
 COMPILE: Setting[str] = Setting(
     "compile",
     default="none",
@@ -42,7 +35,6 @@ COMPILE: Setting[str] = Setting(
     choices=("none", "block"),
     switch={False: "none", True: "block"},
     once={"block": 30.0},  # assumed: inductor takes 10 to 20 s for a block's CPU kernels on two cores
-    load=_load_compiler,
 )
 
 COMPILERS = ("g++", "clang++", "c++")

@@ -70,6 +70,36 @@ def test_bound_counts_gathered_weights_and_is_below_the_peak(stage: int) -> None
         assert least >= 0.9 * sum(counts) * (2 + 12 / 4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 1},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "replicate": 4},
+        {"zero_stage": 1, "offload": "optimizer"},
+        {"zero_stage": 1, "offload": "optimizer+parameters"},
+        {"zero_stage": 2, "master_weights": False},
+    ],
+)
+def test_bound_on_many_ranks_is_below_the_peak(settings: dict[str, Any]) -> None:
+    """Counted on at most 8 ranks, for 64: the weights alone, without the activations of the dry run's one step."""
+    values = {
+        "model": MODEL | {"layers": 30},
+        "data": {"sequence_length": 8},
+        "steps": 1,
+        "batch_size": 64,
+        "cluster": {"preset": "64xH100-80GB"},
+    }
+    recipe, strategy = recipe_of(values, SETTINGS), strategy_from({"precision": "bf16", **settings})
+    blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
+    least = least_state_bytes(
+        blueprint.parameter_counts(), strategy, layout_of(strategy, 64), recipe, cluster
+    )
+    rows = ("parameters", "master_weights", "gradients", "optimizer_state")
+    timeline = dry_run(recipe, blueprint, strategy, cluster).timeline
+    assert least <= max(sum(getattr(point.ledger, row) for row in rows) for point in timeline)
+
+
 @pytest.mark.parametrize(("quantize", "bytes_per_weight"), [("none", 2), ("int8", 1), ("nf4", 0.516)])
 def test_bound_of_frozen_weights(quantize: str, bytes_per_weight: float) -> None:
     """Frozen weights are stored in the compute dtype, quantized in blocks, and have no optimizer state."""

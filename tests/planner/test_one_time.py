@@ -48,7 +48,7 @@ def tried(of: Predictor, best: Estimate = ONE_SECOND) -> list[tuple[str, float]]
 
 
 def test_a_run_of_enough_steps_may_be_compiled() -> None:
-    """Compiling takes 30 s and has to save three times as much, of which a step can save 15 % at most."""
+    """Compiling takes 30 s and has to save three times as much. A step can save 15 % at most."""
     assert [kind for kind, _ in tried(predictor(590))] == ["none"]
     (kind, most), (plain, unlimited) = tried(predictor(900))
     assert (kind, plain, unlimited) == ("block", "none", float("inf"))
