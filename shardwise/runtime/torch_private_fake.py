@@ -38,6 +38,7 @@ class StaticFakeMode(FakeTensorMode):
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
         self._asked: tuple[Any, ...] | None = None
+        self._reads_constant = False
         self._last: tuple[Any, _Known] | None = None
         self._attributes: dict[torch.device | None, dict[str, Any]] = {}
 
@@ -50,7 +51,10 @@ class StaticFakeMode(FakeTensorMode):
         if func in _PROFILED:
             return func(*args)  # reads no tensor
         kwargs = kwargs or {}
+        self._reads_constant = False
         key = self._key(func, args, kwargs)
+        if self._reads_constant and (func._schema.is_mutable or _are_constants((args, kwargs))):
+            key = None  # the value of the result is known, too, or that of an argument changes
         if key is not None and (known := self._results.get(key)) is not None:
             made = [self._made(result, args, kwargs) for result in known.results]
             self._last = func, known
@@ -87,8 +91,9 @@ class StaticFakeMode(FakeTensorMode):
         for arg in args:
             kind = type(arg)
             if kind is FakeTensor:
-                if arg.fake_mode is not self or arg.constant is not None or arg.layout is not torch.strided:
+                if arg.fake_mode is not self or arg.layout is not torch.strided:
                     return False
+                self._reads_constant |= arg.constant is not None
                 result.append(_metadata(arg, arg.fake_device))
             elif kind in _CACHEABLE_TYPES:
                 result += kind, arg
@@ -111,22 +116,26 @@ class StaticFakeMode(FakeTensorMode):
 
     def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, hashed_by_id: list[Any]) -> None:
         described: list[Any] = []
-        if not self._describe(described, args) or _META in described:
+        if self._asked is None or not self._describe(described, args) or _META in described:
             described.clear()
             super()._prep_args_for_hash(described, args, state, hashed_by_id)
         result += described
 
-    def _make_cache_entry(self, *call: Any) -> Any:
-        self._asked = None  # PyTorch tries every result of an entry alone
-        return super()._make_cache_entry(*call)
+    def _make_cache_entry(self, state: Any, key: Any, *call: Any) -> Any:
+        """``call``: the operation, its arguments and result; from torch 2.15 on without the operation."""
+        asked, self._asked = self._asked, None  # PyTorch tries every result of an entry alone
+        entry = super()._make_cache_entry(state, key, *call)
+        self._remember_entry(asked, entry, key.key[0])
+        return entry
 
     def _output_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
-        """``call``: the operation and its arguments; from torch 2.15 on the arguments alone."""
         asked, self._asked = self._asked, None
-        func = key.key[0]
+        self._remember_entry(asked, entry, key.key[0])
+        return super()._output_from_cache_entry(state, entry, key, *call)
+
+    def _remember_entry(self, asked: tuple[Any, ...] | None, entry: Any, func: Any) -> None:
         if asked is not None and asked[0] is func and (made := _results_of(entry, func.is_view)) is not None:
             self._results[asked] = _Known(tuple if entry.is_output_tuple else None, made, {})
-        return super()._output_from_cache_entry(state, entry, key, *call)
 
     def _made(self, result: _Produced, args: Any, kwargs: Any) -> Any:
         """One result: nothing, an argument itself, a view of it, or a new tensor."""
@@ -165,6 +174,7 @@ _NOT_CACHED: frozenset[Any] = frozenset(
         # views: the schema of the first says that it is none, the others are decomposed
         *(_ATEN._unsafe_view.default, _ATEN.split_with_sizes.default, _ATEN.unbind.int, _ATEN.to.dtype),
         *(_ATEN.mm.out, _ATEN.addmm.out, _ATEN.bmm.out, _ATEN.baddbmm.out),
+        _ATEN.bitwise_right_shift.Tensor_Scalar_out,
         _ATEN.empty_like.default,  # of tensors on the meta device
     )
 )
@@ -221,6 +231,10 @@ class _Known(NamedTuple):
     sequence: type | None
     results: tuple[_Produced, ...]
     notes: dict[Any, Any]
+
+
+def _are_constants(given: Any) -> bool:
+    return all(tensor.constant is not None for tensor in tree_iter(given) if isinstance(tensor, FakeTensor))
 
 
 def _argument(where: int | str, args: Any, kwargs: Any) -> Any:

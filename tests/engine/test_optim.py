@@ -15,7 +15,7 @@ from shardwise.dryrun.run import dry_run
 from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optim.moment_storage import BLOCK, DynamicCode, EightBit, code_values
 from shardwise.engine.optim.norm import local
-from shardwise.engine.optim.rounding import random_bits, to_bf16
+from shardwise.engine.optim.rounding import position_keys, random_bits, to_bf16
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
@@ -208,7 +208,8 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
         low, unit = 1.5, 2.0**-7
         value = torch.full((10**6,), low + fraction * unit)
         rounded = to_bf16(
-            value, random_bits(torch.arange(1000), torch.arange(1000), torch.tensor(7)).flatten()
+            value,
+            random_bits(*position_keys(torch.arange(1000), torch.arange(1000), torch.tensor(7))).flatten(),
         ).float()
         assert set(rounded.unique().tolist()) <= {low, low + unit}
         assert abs(float(rounded.double().mean()) - float(value[0])) < 0.01 * unit
@@ -216,7 +217,7 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
 
 def test_random_bits_are_alike_in_no_direction() -> None:
     """Every row and column has the mean of fair draws within 5 of its deviations, and neighbours do not correlate."""
-    bits = random_bits(torch.arange(1000), torch.arange(1000), torch.tensor(7)).double()
+    bits = random_bits(*position_keys(torch.arange(1000), torch.arange(1000), torch.tensor(7))).double()
     assert bits.min() >= 0 and bits.max() < 2**16
     fair = (bits - (2**16 - 1) / 2) / (2**16 / math.sqrt(12))
     for dim in (0, 1):
@@ -227,7 +228,9 @@ def test_random_bits_are_alike_in_no_direction() -> None:
 
 def test_rounding_passes_what_is_no_number() -> None:
     value = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
-    rounded = to_bf16(value, random_bits(torch.arange(1), torch.arange(5), torch.tensor(1))[0])
+    rounded = to_bf16(
+        value, random_bits(*position_keys(torch.arange(1), torch.arange(5), torch.tensor(1)))[0]
+    )
     assert rounded[:2].tolist() == [math.inf, -math.inf] and rounded[2].isnan() and (rounded[3:] == 0).all()
 
 

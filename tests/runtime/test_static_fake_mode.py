@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dryrun.world import fake_world
-from shardwise.runtime.torch_private import FakeTensorMode, default_group
+from shardwise.runtime.torch_private import NEEDS_VALUES, FakeTensorMode, default_group
 from shardwise.runtime.torch_private_fake import StaticFakeMode
 
 Call = Callable[[], Tensor]
@@ -88,9 +89,23 @@ def test_a_call_again_is_found_in_the_cache() -> None:
     with StaticFakeMode() as mode:
         tensor = torch.ones(3, 5, 7)
         tensor.exp()
-        found = mode.cache_hits
+        assert mode.notes(torch.ops.aten.exp.default) is None
         tensor.exp()
-        assert mode.cache_hits == found + 1
+        assert mode.notes(torch.ops.aten.exp.default) is not None
+
+
+def test_a_constant_keeps_its_value_and_an_operation_with_others_is_known() -> None:
+    exp, add = torch.ops.aten.exp.default, torch.ops.aten.add.Tensor
+    with StaticFakeMode() as mode:
+        constant, other = torch.tensor(2.0), torch.ones(3)
+        for _ in "123":
+            assert constant.exp().item() == pytest.approx(math.e**2)
+            assert mode.notes(exp) is None
+            other + constant
+        assert mode.notes(add) is not None
+        constant += torch.ones(())
+        with pytest.raises(NEEDS_VALUES):
+            constant.item()
 
 
 def test_a_call_again_returns_the_tensor_that_it_is_given() -> None:

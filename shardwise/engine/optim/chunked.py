@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, row_slices
 from shardwise.engine.optim.moment_storage import Moments
 from shardwise.engine.optim.optimizer import Rate, UpdateRule
-from shardwise.engine.optim.rounding import random_bits, to_bf16
+from shardwise.engine.optim.rounding import Keys, position_keys, random_bits, to_bf16
 from shardwise.runtime.parallel.shard_slices import local_slices
 
 
@@ -36,44 +36,45 @@ class ChunkedRule:
         return state
 
     def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
+        untouched = skip > 0
         for chunk in chunks:
             step, weights = chunk.state[STEP], as_rows(chunk.weight)
             grads = chunk.grad.view_as(weights)
             moments = {name: as_rows(moment) for name, moment in chunk.state.items() if name != STEP}
+            keys = self._position_keys(chunk, weights) if weights.dtype == torch.bfloat16 else None
             for rows in row_slices(*weights.shape):
                 state = {STEP: step, **{name: moment[rows] for name, moment in moments.items()}}
-                first = chunk.first + rows.start
-                self._update_rows(
-                    Chunk(chunk.parameter, first, weights[rows], grads[rows], state), rate, skip
-                )
+                first, stored = chunk.first + rows.start, weights[rows]
+                read = self._updated(Chunk(chunk.parameter, first, stored, grads[rows], state), rate, skip)
+                for name in self.names:
+                    self.moments.write(state, name, read.state[name], untouched)
+                if read.weight is not stored:
+                    narrow = read.weight.to(stored.dtype)
+                    if keys is not None:
+                        narrow = to_bf16(read.weight, random_bits(keys[0][rows], keys[1]))
+                    stored.copy_(torch.where(untouched, stored, narrow))
             step += 1 - skip
 
-    def _update_rows(self, chunk: Chunk, rate: Rate, skip: Tensor) -> None:
-        untouched, stored = skip > 0, chunk.weight
-        wide = torch.promote_types(stored.dtype, torch.float32)
-        moments = {name: self.moments.read(chunk.state, name).to(wide) for name in self.names}
-        state = {STEP: chunk.state[STEP].clone(), **moments}  # the rule counts up the clone
-        read = replace(chunk, weight=stored.to(wide), grad=chunk.grad.to(wide), state=state)
+    def _updated(self, stored: Chunk, rate: Rate, skip: Tensor) -> Chunk:
+        """The chunk in fp32, or wider where its weights are, after an update."""
+        wide = torch.promote_types(stored.weight.dtype, torch.float32)
+        state = {name: self.moments.read(stored.state, name).to(wide) for name in self.names}
+        state[STEP] = stored.state[STEP].clone()  # the rule counts up the clone
+        read = replace(stored, weight=stored.weight.to(wide), grad=stored.grad.to(wide), state=state)
         self.rule.update([read], rate, skip)
-        for name, moment in moments.items():
-            self.moments.write(chunk.state, name, moment, untouched)
-        if stored.dtype != wide:
-            stored.copy_(torch.where(untouched, stored, self._narrow(read.weight, chunk)))
+        return read
 
-    def _narrow(self, value: Tensor, chunk: Chunk) -> Tensor:
-        """fp32 values in the dtype of the weights."""
-        if chunk.weight.dtype != torch.bfloat16:
-            return value.to(chunk.weight.dtype)
+    def _position_keys(self, chunk: Chunk, weights: Tensor) -> Keys:
+        """Keys of the rows and columns of a chunk's weights [rows, rest]."""
         number = (chunk.state[STEP] + 1).to(torch.int64)
         seed = (number << 40) + self.seed * 1_000_003 % 2**62
-        return to_bf16(value, random_bits(*_place(chunk), seed))
+        rows = slice(chunk.first, chunk.first + weights.shape[0])
+        return position_keys(*_positions(chunk.parameter, rows, weights.device), seed)
 
 
-def _place(chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """Row and column indices of a chunk's elements in the whole parameter as [rows, rest], int64."""
-    parameter, rows = chunk.parameter, chunk.rows
+def _positions(parameter: Tensor, rows: slice, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column indices, in the whole parameter, of rows [rows, rest] of the local shard, int64."""
     first, *rest = local_slices(parameter) or (slice(0, 1),)
-    device = chunk.weight.device
     row = torch.arange(first.start + rows.start, first.start + rows.stop, device=device)
     column = torch.zeros(1, dtype=torch.int64, device=device)
     for span, size in zip(rest, parameter.shape[1:], strict=True):

@@ -18,14 +18,18 @@ _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # spl
 _MIX = (-2048144789, -1028477387)  # murmur3's finalizer's, signed
 
 
-def random_bits(rows: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
-    """16 random bits per element as int32 [r, c].
+Keys = tuple[Tensor, Tensor]
+"""int32 [r, 1] and [c]: hashes of the rows and of the columns of a parameter."""
 
-    Args:
-        rows, columns: int64 [r] and [c], positions of the elements in the whole parameter.
-        seed: int64 scalar.
-    """
-    x = _keys(2 * rows + seed)[:, None] ^ _keys(2 * columns + 1 + seed)
+
+def position_keys(rows: Tensor, columns: Tensor, seed: Tensor) -> Keys:
+    """Keys of positions in the whole parameter: int64 [r] and [c], with an int64 scalar."""
+    return _keys(2 * rows + seed)[:, None], _keys(2 * columns + 1 + seed)
+
+
+def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
+    """16 random bits per element as int32 [r, c], from the keys of its row and of its column."""
+    x = rows ^ columns
     shifted = x.mul_(_MIX[0]) >> 13
     x.bitwise_xor_(shifted).mul_(_MIX[1])
     x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted))
