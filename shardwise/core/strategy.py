@@ -248,6 +248,8 @@ class Axis:
         redundant: whether its ranks compute some activations redundantly, such as norms. They draw the same random
             numbers, unless ``EngineOptions.random_per_rank`` is set.
         blocking: whether its collectives stand between one operation and the next, so that no computation hides them.
+        layers: the one kind of layers that it divides, by its name in tensor plans. Ranks of inner axes that share the
+            work of a layer divide these layers, too, and count in the axis' setting.
     """
 
     name: str
@@ -259,6 +261,7 @@ class Axis:
     stages: bool = field(default=False, compare=False)
     redundant: bool = field(default=False, compare=False)
     blocking: bool = field(default=False, compare=False)
+    layers: str = field(default="", compare=False)
 
     @property
     def within_sample(self) -> bool:

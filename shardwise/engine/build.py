@@ -39,7 +39,7 @@ from shardwise.technique.site import Context, Dtypes, EngineOptions, ModelView, 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """One named mesh over the world. Axes of degree 1 are left out, but for those of the data, which every run has."""
-    axes = {axis.name: degree for axis, degree in layout.axes if axis.samples or degree > 1}
+    axes = {a.name: degree for a, degree in layout.axes if degree > 1 or (a.samples and not a.layers)}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 

@@ -44,8 +44,12 @@ class LossScale:
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), self._spec.hysteresis, dtype=torch.int32, device=device)
 
-    def update(self, skipped: Tensor) -> None:
-        """Learn whether a step's update was skipped (1) or not (0). A constant learns nothing."""
+    def update(self, skipped: Tensor, void: Tensor | None = None) -> None:
+        """Learn whether a step's update was skipped (1) or not (0). A constant learns nothing.
+
+        Args:
+            void: 1 if the step is run again, and nothing is learnt of it.
+        """
 
     def state(self) -> dict[str, Tensor]:
         return {"loss_scale": self.value, "clean_steps": self._clean, "overflows_left": self._left}
@@ -54,16 +58,19 @@ class LossScale:
 class DynamicLossScale(LossScale):
     """Backs off when gradients overflow, and grows after a number of clean steps."""
 
-    def update(self, skipped: Tensor) -> None:
+    def update(self, skipped: Tensor, void: Tensor | None = None) -> None:
         spec, bad = self._spec, skipped > 0
         left = self._left - bad.to(torch.int32)
         clean = torch.where(bad, 0, self._clean + 1)
         lower = (self.value * spec.backoff).clamp(min=spec.floor)
         grown = clean >= spec.growth_interval
         value = torch.where(bad & (left <= 0), lower, self.value)
-        self.value.copy_(torch.where(grown, value * spec.growth, value))
-        self._clean.copy_(torch.where(grown, 0, clean))
-        self._left.copy_(torch.where(grown, spec.hysteresis, left.clamp(min=0)))
+        for kept, new in (
+            (self.value, torch.where(grown, value * spec.growth, value)),
+            (self._clean, torch.where(grown, 0, clean)),
+            (self._left, torch.where(grown, spec.hysteresis, left.clamp(min=0))),
+        ):
+            kept.copy_(new if void is None else torch.where(void > 0, kept, new))
 
 
 def norm_limit_of(

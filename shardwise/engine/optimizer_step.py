@@ -36,12 +36,13 @@ class AfterBackward(OptimizerStep):
     def finish(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         live = self._live
         with phase("clip"):
+            self.see_capacity()
             norm, faulty = self.clip(loss)
-        skip = faulty if self.skip is None else faulty.maximum(self.skip)
+        skip = self.or_left_out(faulty)
         with phase("optimizer"):
             live.optimizer.step(skip)
             live.optimizer.zero_grad(set_to_none=True)
-            live.loss_scale.update(faulty)
+            live.loss_scale.update(faulty, self.void)
         return norm, skip
 
     def clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,7 @@ class AfterBackward(OptimizerStep):
         if scale.active or limits.active:
             factor = (limits.value(norm) / (norm + 1e-6)).clamp(max=1.0) / scale.value
             scale_gradients(live.model.parameters(), factor)
-        limits.update(norm, skip)
+        limits.update(norm, skip if self.void is None else skip.maximum(self.void))
         return norm, skip
 
 
@@ -86,8 +87,8 @@ class WithinBackward(OptimizerStep):
         if self._last:
             self._skip = 1 - total.isfinite().to(torch.float32)
             dist.all_reduce(self._skip, dist.ReduceOp.MAX)
-            if self.skip is not None:
-                self._skip = self._skip.maximum(self.skip)
+            self.see_capacity()
+            self._skip = self.or_left_out(self._skip)
             self._square = torch.zeros((), dtype=torch.float64, device=self._live.device)
 
     def after_backward(self) -> None:
@@ -115,4 +116,5 @@ class WithinBackward(OptimizerStep):
             dist.all_reduce(self._square)
         with phase("optimizer"):
             self._live.optimizer.zero_grad(set_to_none=True)
+        self.forget_capacity()
         return self._square.sqrt(), self._skip

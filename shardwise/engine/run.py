@@ -153,13 +153,40 @@ class OptimizerStep(ABC):
     Attributes:
         skip: 1 leaves the next update out whatever its gradients are, 0 or None does not.
         correction: factor of the gradients, known before the last backward pass; None for 1.
+        void: 1 if a step exceeded ``EngineOptions.capacity``: this one, or one that is not run again yet. No update is
+            made until the host has run that step again. None where there is no capacity.
+        capacity_used: the largest share of it that a rank used in the last step; above 1 the step is void.
     """
 
     skip: Tensor | None = None
     correction: Tensor | None = None
+    void: Tensor | None = None
+    capacity_used: Tensor | None = None
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live
+
+    def see_capacity(self) -> None:
+        """Set ``capacity_used`` and ``void`` by what all ranks used since the capacity was forgotten."""
+        if (capacity := self._live.options.capacity) is None:
+            return
+        nothing = torch.zeros((), dtype=torch.float32, device=self._live.device)
+        used = nothing if capacity.used is None else capacity.used.clone()
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        now = (used > 1).to(torch.float32)
+        self.capacity_used, self.void = used, now if self.void is None else self.void.maximum(now)
+        self.forget_capacity()
+
+    def forget_capacity(self) -> None:
+        """What is used counts from now on."""
+        if (capacity := self._live.options.capacity) is not None and capacity.used is not None:
+            capacity.used.zero_()
+
+    def or_left_out(self, verdict: Tensor) -> Tensor:
+        """1 if the verdict is 1, or if the update is left out for another reason."""
+        for other in (self.skip, self.void):
+            verdict = verdict if other is None else verdict.maximum(other)
+        return verdict
 
     @abstractmethod
     def before_backward(self, total: Tensor, last: bool) -> None:

@@ -26,6 +26,8 @@ class StepResult:
         skipped: 1 when the update was left out because the loss or a gradient was not finite, else 0.
         tokens: valid targets.
         loss_scale: the factor this step's loss was scaled by.
+        capacity_used: the largest share of ``EngineOptions.capacity`` that a rank used; above 1 the step is void and
+            must be run again. None without a capacity.
     """
 
     loss: Tensor
@@ -33,6 +35,7 @@ class StepResult:
     skipped: Tensor
     tokens: Tensor
     loss_scale: Tensor
+    capacity_used: Tensor | None = None
 
 
 def step(run: Run, batches: Sequence[Batch], learning_rate: float, skip: Tensor | None = None) -> StepResult:
@@ -50,4 +53,25 @@ def step(run: Run, batches: Sequence[Batch], learning_rate: float, skip: Tensor 
 def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
     """From the gradients of a step, its valid targets and its mean loss to the update."""
     scale = run.loss_scale.value.clone()
-    return StepResult(loss, *run.update.finish(loss), tokens, scale)
+    norm, skipped = run.update.finish(loss)
+    return StepResult(loss, norm, skipped, tokens, scale, run.update.capacity_used)
+
+
+def enlarged(run: Run, used: Tensor | None) -> str:
+    """What was done if a step exceeded the capacity and must be run again, in words; "" if it did not.
+
+    Waits for the device.
+    """
+    capacity = run.options.capacity
+    if capacity is None or used is None or float(used) <= 1:
+        return ""
+    run.update.void = None
+    return capacity.enlarge(float(used))
+
+
+def exceeded(run: Run) -> bool:
+    """Whether passes without an update exceeded the capacity, which is then enlarged. Waits for the device."""
+    if run.options.capacity is None:
+        return False
+    run.update.see_capacity()
+    return bool(enlarged(run, run.update.capacity_used))

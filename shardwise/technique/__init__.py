@@ -28,6 +28,7 @@ from shardwise.technique.chunked_loss import ChunkedLoss
 from shardwise.technique.compiling import Compile
 from shardwise.technique.digits import Digits as Digits
 from shardwise.technique.digits import digits_of as digits_of
+from shardwise.technique.expert import ExpertParallel
 from shardwise.technique.fit_advice import REMEDIES as REMEDIES
 from shardwise.technique.fit_advice import UNSHARDED as UNSHARDED
 from shardwise.technique.float8 import Float8
@@ -44,6 +45,7 @@ from shardwise.technique.zero import ZeRO
 ORDER: tuple[Technique, ...] = (
     Adapter(),
     PipelineParallel(),
+    ExpertParallel(),
     TensorParallel(),
     SequenceParallel(),
     Compile(),
@@ -92,10 +94,8 @@ def within(strategy: Strategy, part: str | None) -> Strategy:
 
 def case_of(strategy: Strategy, world_size: int, recipe: Recipe, devices_per_node: int = 0) -> Case:
     """What rules and candidates are asked about."""
-    taken: dict[str, int] = {}
-    for technique in ORDER:
-        taken |= technique.degrees(strategy, world_size)
-    degrees = {axis: taken[axis.name] for axis in AXES if not axis.samples}
+    taken = _degrees_alone(strategy, world_size)
+    degrees = {axis: taken[axis] for axis in AXES if not axis.samples}
     return Case(strategy, world_size, recipe, degrees, devices_per_node)
 
 
@@ -196,12 +196,28 @@ def mesh_layout(degrees: Mapping[str, int]) -> Layout:
 def layout_of(strategy: Strategy, world_size: int) -> Layout:
     """The mesh of a valid strategy. Each technique takes its degrees from the remaining world size."""
     degrees: dict[str, int] = {}
+    alone = _degrees_alone(strategy, world_size)
+    within_layer = math.prod(degree for axis, degree in alone.items() if axis.within_layer)
     left = world_size
     for technique in ORDER:
-        taken = technique.degrees(strategy, left)
+        taken = {
+            axis.name: max(1, degree // within_layer) if axis.layers else degree
+            for axis, degree in _axes_of(technique, technique.degrees(strategy, left))
+        }
         degrees.update(taken)
         left //= math.prod(taken.values())
     return mesh_layout(degrees)
+
+
+def _degrees_alone(strategy: Strategy, world_size: int) -> dict[Axis, int]:
+    """The degree of every axis as its technique takes it from the whole world."""
+    taken = (_axes_of(technique, technique.degrees(strategy, world_size)) for technique in ORDER)
+    return dict(itertools.chain.from_iterable(taken))
+
+
+def _axes_of(technique: Technique, degrees: Mapping[str, int]) -> Iterator[tuple[Axis, int]]:
+    axes = technique.axes if isinstance(technique, Dividing) else ()
+    return ((axis, degrees[axis.name]) for axis in axes)
 
 
 def has_stages(layout: Layout) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardwise.core.strategy import Axis, Layout, Strategy
 
@@ -78,6 +78,25 @@ class Context:
     token_group: ProcessGroup
     micro_batches: int
     depth: int | None = None
+
+
+class Capacity(Protocol):
+    """Room of a fixed size for what is known only on the device, such as the tokens of an expert.
+
+    A step that needed more is void: no rank updates, and the step is run again with more room.
+
+    Attributes:
+        used: the largest share of the room that was asked for since the step began; above 1 something was left out.
+            A scalar on the device, fp32; None before the first.
+    """
+
+    used: torch.Tensor | None
+
+    def imbalance(self, used: float) -> float:
+        """What was asked for, relative to a balanced load."""
+
+    def enlarge(self, used: float) -> str:
+        """Make room for this share and a little more, on every rank alike; what was done, in words."""
 
 
 @dataclass
@@ -157,6 +176,7 @@ class EngineOptions:
         groups: process groups other than those of single mesh axes, each with the name of its axis (of joined ones,
             as ``Layout`` reads them). The plan counts their traffic under that name.
         place: this rank's place on an axis whose ranks hold different blocks; None without such an axis.
+        capacity: room of a fixed size that a step may exceed; None where nothing depends on the data.
     """
 
     dtypes: Dtypes
@@ -170,6 +190,7 @@ class EngineOptions:
     random_per_rank: bool = False
     groups: list[tuple[str, ProcessGroup]] = field(default_factory=list)
     place: Place | None = None
+    capacity: Capacity | None = None
 
 
 @dataclass

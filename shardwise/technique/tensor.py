@@ -206,6 +206,8 @@ class TensorParallel(Dividing):
         if shares != "none":
             site.options.random_per_rank = True  # no two ranks compute the same
             site.options.sequence_shards = site.strategy[TENSOR_PARALLEL]
-        mesh = site.context.mesh[TENSOR_AXIS.name]
-        for stage in site.view.stages:
-            shard_layers(stage.model, site.view.tensor_plan(), mesh, shares != "none", shares == "regathered")
+        mesh, view = site.context.mesh[TENSOR_AXIS.name], site.view
+        for stage in view.stages:
+            shard_layers(
+                stage.model, view.tensor_plan(), mesh, shares != "none", shares == "regathered", view.own_axes
+            )

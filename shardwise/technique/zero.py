@@ -37,6 +37,7 @@ several dtypes, tensor parallelism, stages or offload, stage 0 is FSDP2 with one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.core.errors import RecipeError
@@ -220,20 +221,24 @@ def _shard(site: Site, reshard: bool) -> None:
         reduce_dtype=dtypes.reduce,
         cast_forward_inputs=not site.context.blueprint.casts_inputs,
     )
+    within = replace(
+        precision, cast_forward_inputs=False
+    )  # a module within a block has inputs of its own dtypes
     pinned = site.context.mesh.device_type != HOST.torch_type
     on_host = site.options.weights_on_host
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
     mesh = _mesh(site)
-    groups: list[tuple[nn.Module | list[nn.Module], DeviceMesh]] = [
-        *((module, _mesh(site, axes)) for module, axes in view.own_axes.items()),
-        *((block, mesh) for block in view.blocks),
-        *([(view.head, mesh)] if view.head else []),
-        (view.model, mesh),
+    meshes = {axes: _mesh(site, axes) for axes in dict.fromkeys(view.own_axes.values())}
+    groups: list[tuple[nn.Module | list[nn.Module], DeviceMesh, MixedPrecisionPolicy]] = [
+        *((module, meshes[axes], within) for module, axes in view.own_axes.items()),
+        *((block, mesh, precision) for block in view.blocks),
+        *([(view.head, mesh, precision)] if view.head else []),
+        (view.model, mesh, precision),
     ]
     with fsdp_integers():
-        for group, over in groups:
+        for group, over, policy in groups:
             fully_shard(
-                group, mesh=over, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
+                group, mesh=over, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard
             )
 
 

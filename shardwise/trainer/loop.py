@@ -34,7 +34,7 @@ from shardwise.engine.build import build
 from shardwise.engine.phase import listening
 from shardwise.engine.run import BatchSource
 from shardwise.engine.schedule import learning_rate
-from shardwise.engine.step import StepResult, step
+from shardwise.engine.step import StepResult, enlarged, step
 from shardwise.engine.train_state import TrainState
 from shardwise.launch.alarm import watch
 from shardwise.launch.signals import StopRequest
@@ -82,6 +82,10 @@ class _Pending:
     flags: Tensor
     seconds: float
     compiling: float
+
+
+class _RunAgain(Exception):
+    """The step whose results are read next is void: it and all after it are run again."""
 
 
 class Trainer:
@@ -240,6 +244,9 @@ class Trainer:
                 self.state, self._pending = rewound.state, None
                 self.pauses.rewind()
                 self.log.lap()
+            except _RunAgain:  # no step since then has updated anything
+                self._pending = None
+                self.log.lap()
 
     def _steps(self) -> None:
         source = StepBatches(self.batches, lambda index: self.state.position(index), self.job.recipe.steps)
@@ -293,9 +300,10 @@ class Trainer:
             losses: of the validation sets by name; "" is the run's own.
             metrics: of a user's module.
 
-        Raises Rewound or NumericsError.
+        Raises Rewound, _RunAgain or NumericsError.
         """
         result, seconds = pending.result, pending.seconds
+        self._require_capacity(result)
         loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
         skipped, rewinds, scale = bool(result.skipped), self.state.rewinds or None, float(result.loss_scale)
         self.state = replace(self.state, step=pending.index + 1, tokens=self.state.tokens + tokens)
@@ -332,11 +340,18 @@ class Trainer:
             self._watched = True
         return read(pending.flags)
 
+    def _require_capacity(self, result: StepResult) -> None:
+        """Raise _RunAgain if the step needed more room than there was."""
+        if done := enlarged(self.run, result.capacity_used):
+            say(f"step {self.state.step + 1}: {done}")
+            raise _RunAgain
+
     def _pause(self, pending: _Pending, asked: frozenset[str]) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
         index, recipe, noise = pending.index, self.job.recipe, None
         losses, metrics = dict[str, float](), dict[str, float]()
         float(pending.result.loss)  # waits for the device
+        self._require_capacity(pending.result)
         pending.seconds += self.log.lap()[0]
         asked |= read(pending.flags)
         stop, last = PREEMPT in asked, STOP in asked

@@ -29,7 +29,7 @@ from shardwise.engine.build import build
 from shardwise.engine.optim.trial import rounds
 from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
-from shardwise.engine.step import step
+from shardwise.engine.step import enlarged, step
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.section import Arguments
@@ -153,8 +153,10 @@ def trained(run: Run, data: Data, steps: int) -> tuple[TrainedStep, ...]:
     run.passes.begin(source, 0)
     seen = []
     for index in range(steps):
-        seed_step(run.recipe.seed, index, run.random_rank)
-        result = step(run, source.micro_batches(index), learning_rate(run.recipe, index))
+        result = None
+        while result is None or enlarged(run, result.capacity_used):
+            seed_step(run.recipe.seed, index, run.random_rank)
+            result = step(run, source.micro_batches(index), learning_rate(run.recipe, index))
         seen.append(TrainedStep(float(result.loss), float(result.grad_norm), bool(result.skipped)))
     return tuple(seen)
 

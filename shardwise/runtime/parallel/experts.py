@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.parallel.shard_slices import local_part
 from shardwise.runtime.parallel.tp_collectives import TPGroup, copied, summed
 
 # Of transformers' experts modules: hidden states, indices of the chosen experts, and their weights.
-_ARGUMENTS = 3
+ARGUMENTS = 3
 
 
 def divisible_experts(module: nn.Module) -> bool:
@@ -33,7 +34,7 @@ def divisible_experts(module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
     known = hasattr(module, "_is_expert_parallel") and bool(own)
     nested = sum(1 for _ in module.parameters()) > len(own)
-    return known and not nested and all(weight.shape[0] == count for weight in own)
+    return known and not nested and all(local_part(weight).shape[0] == count for weight in own)
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class DividedExperts:
         return cls(ranks, start, stop)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(args) != _ARGUMENTS:
+        if len(args) != ARGUMENTS:
             raise RecipeError(
                 f"the experts of {type(module).__name__} cannot be divided",
                 where="strategy.tensor_parallel",

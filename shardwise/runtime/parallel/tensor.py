@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,18 +94,24 @@ TensorPlan = Mapping[str, Split]
 
 
 def shard_layers(
-    model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, sequence_parallel: bool, regather: bool
+    model: nn.Module,
+    plan: TensorPlan,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    regather: bool,
+    without: Collection[nn.Module] = (),
 ) -> None:
     """Shard a model on the meta device over a 1-D mesh.
 
     Args:
         sequence_parallel: use Megatron's sequence parallelism for the layers that are not sharded.
         regather: all-gather the inputs of column layers again in the backward pass instead of saving them.
+        without: modules that another axis divides.
 
     Raises RecipeError if the ranks do not divide the pieces.
     """
     ranks = TPGroup.of(mesh.get_group())
-    named = dict(model.named_modules())
+    named = {path: module for path, module in model.named_modules() if module not in without}
     chosen = {path: how for path in named if (how := matching(path, plan)) is not None}
     _require_pieces(chosen.values(), ranks.size)
     if sequence_parallel:

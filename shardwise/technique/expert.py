@@ -1,0 +1,157 @@
+"""Expert parallelism: ranks divide the experts of every mixture layer among them (GShard, Lepikhin et al. 2020).
+
+The ranks are data-parallel ranks, and those that share the work of a layer (of a sequence, or of tensor parallelism).
+They have different tokens, or take different ones of the same. Each sends its tokens to the ranks of their experts and
+gets the results back, by all-to-alls (runtime/parallel/dispatch.py). All other weights are equal on these ranks, so
+ZeRO divides their states over this axis, too. Experts have a mesh of their own, without it.
+
+Shapes are static, so a plan, compiled blocks and CUDA graphs stay exact, and the host waits for nothing. A rank has
+room for ``expert_capacity`` times the balanced number of rows from each other rank. Rows beyond that are not dropped:
+the step that needed more room updates nothing, and is run again with as much (``Capacity``). So memory and time of a
+plan are those of the busiest rank at this imbalance.
+
+Refused: sizes that the host reads before every exchange. It waits for the device in every layer, and the peak of a step
+is known after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.core.strategy import Axis, Layout, Setting, Strategy
+from shardwise.technique.base import MOST_RANKS, Dividing
+from shardwise.technique.pipeline.technique import PIPELINE_SCHEDULE
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site
+from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
+from shardwise.technique.zero import REPLICATE, ZERO_STAGE
+
+EXPERT_AXIS = Axis(
+    "expert", position=25, piece="experts", samples=True, tokens=True, blocking=True, layers="experts"
+)
+
+EXPERT_PARALLEL: Setting[int] = Setting(
+    "expert_parallel",
+    default=1,
+    doc="expert parallelism: number of ranks among which the experts of a layer are divided, those of sequence_parallel"
+    " and tensor_parallel included",
+    kind=int,
+    minimum=1,
+    maximum=MOST_RANKS,
+)
+EXPERT_CAPACITY: Setting[float] = Setting(
+    "expert_capacity",
+    default=1.25,
+    doc="with expert_parallel: rows that a rank has room for from each other one, relative to a balanced router; a step"
+    " that needs more is run again with more room",
+    kind=float,
+    minimum=1.0,
+    maximum=1024.0,
+)
+
+
+def _divides(case: Case, degree: int) -> bool:
+    """Whether experts can be divided over so many ranks of this mesh."""
+    inner, copies = case.ranks(lambda axis: axis.within_layer), case.strategy[REPLICATE]
+    if case.strategy[ZERO_STAGE] == 0:
+        copies = 1
+    experts = getattr(case.dimensions, "experts", 0)
+    return degree % inner == 0 and case.data_ranks % (degree // inner * copies) == 0 and experts % degree == 0
+
+
+def _nearest(case: Case) -> Mapping[str, object]:
+    degrees = range(min(case.strategy[EXPERT_PARALLEL], case.world_size), 1, -1)
+    return {"expert_parallel": next((degree for degree in degrees if _divides(case, degree)), 1)}
+
+
+def _is_dense(case: Case) -> bool:
+    return case.dimensions is not None and getattr(case.dimensions, "experts", 0) == 0
+
+
+def _on(case: Case) -> bool:
+    return case.strategy[EXPERT_PARALLEL] > 1
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        key="expert_parallel",
+        reason="the model has no experts",
+        broken=lambda case: _on(case) and _is_dense(case),
+        nearest=lambda case: {"expert_parallel": 1},
+    ),
+    Rule(
+        key="expert_parallel",
+        reason="it must be a multiple of the ranks of sequence_parallel x tensor_parallel, divide the experts, and"
+        " take whole groups of the data-parallel ranks of one copy",
+        broken=lambda case: (
+            _on(case) and not _is_dense(case) and not _divides(case, case.strategy[EXPERT_PARALLEL])
+        ),
+        nearest=_nearest,
+    ),
+    Rule(
+        key="expert_parallel",
+        reason="stages of pipedream are not in the same step, so they cannot agree to run a step again",
+        broken=lambda case: _on(case) and case.strategy[PIPELINE_SCHEDULE] == "pipedream",
+        nearest=lambda case: {"expert_parallel": 1},
+    ),
+    Rule(
+        key="tensor_sequence_parallel",
+        reason="the router of a mixture reads whole sequences, of which expert_parallel takes shares itself",
+        broken=lambda case: _on(case) and case.strategy[TENSOR_SEQUENCE_PARALLEL] != "none",
+        nearest=lambda case: {"tensor_sequence_parallel": "none"},
+    ),
+    Rule(
+        key="expert_capacity",
+        reason="only expert_parallel above 1 reads it",
+        broken=lambda case: not _on(case) and case.strategy[EXPERT_CAPACITY] != EXPERT_CAPACITY.default,
+        nearest=lambda case: {"expert_capacity": EXPERT_CAPACITY.default},
+    ),
+)
+
+
+class ExpertParallel(Dividing):
+    """Divides the experts of every mixture layer."""
+
+    name = "expert"
+    on_frozen = True
+    axes = (EXPERT_AXIS,)
+    settings = (EXPERT_PARALLEL, EXPERT_CAPACITY)
+    rules = RULES
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """Degrees within a node: every layer waits for the exchange."""
+        if setting is not EXPERT_PARALLEL or case.dimensions is None or _is_dense(case):
+            return ()
+        degrees = range(2, (case.devices_per_node or case.world_size) + 1)
+        plain = replace(case, strategy=case.strategy.with_values(expert_parallel=1))
+        return (1, *(degree for degree in degrees if _divides(plain, degree)))
+
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
+        return {EXPERT_AXIS.name: strategy[EXPERT_PARALLEL]}
+
+    def label(self, strategy: Strategy, layout: Layout) -> str:
+        degree, capacity = strategy[EXPERT_PARALLEL], strategy[EXPERT_CAPACITY]
+        room = "" if capacity == EXPERT_CAPACITY.default else f" capacity {capacity:g}"
+        return f"ep{degree}{room}" if degree > 1 else ""
+
+    def apply(self, site: Site) -> None:
+        if site.strategy[EXPERT_PARALLEL] == 1:
+            return
+        from shardwise.runtime.parallel.dispatch import Room, divide_experts
+        from shardwise.runtime.torch_private import flattened
+
+        layout, mesh = site.context.layout, site.context.mesh
+        axes = [a for a, degree in layout.axes if degree > 1 and (a == EXPERT_AXIS or a.within_layer)]
+        names = tuple(axis.name for axis in axes)
+        own = mesh[names] if len(names) == 1 else flattened(mesh[names], "+".join(names))
+        if len(names) > 1:
+            site.options.groups.append(("+".join(names), own.get_group()))
+        alike = [axis.name for axis in axes if not axis.tokens]  # ranks that have the same tokens
+        shares = mesh[alike[0]].get_group() if alike else None
+        room = Room(site.strategy[EXPERT_CAPACITY])
+        divided = divide_experts(site.view.model, own, shares, room)
+        site.view.own_axes |= dict.fromkeys(divided, tuple(axes))
+        if site.trained:
+            site.options.capacity = room
