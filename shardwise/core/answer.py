@@ -156,7 +156,7 @@ class QuantityLimit:
     """How far one quantity goes at the plan's strategy, all else equal.
 
     Attributes:
-        quantity: micro_batch_size | sequence_length | layers | devices.
+        quantity: micro_batch_size | sequence_length | layers | devices, or a setting of the strategy.
         now: what the plan has.
         fits: the largest value that fits, or the fewest devices; None where none does.
         peak_bytes: with it, by a full dry run; 0 where none fits.
@@ -167,10 +167,10 @@ class QuantityLimit:
     """
 
     quantity: str
-    now: int
-    fits: int | None
+    now: float
+    fits: float | None
     peak_bytes: int
-    stops: int | None
+    stops: float | None
     stop_bytes: int
     reason: str
     note: str = ""

@@ -138,6 +138,7 @@ class Setting(Generic[T]):
         last_resort: values that the planner tries only where nothing else fits, cheapest in time first.
         ordered: whether a candidate never makes a step faster than those before it.
         compared: further values whose cost the plan shows but never chooses.
+        step: distance of values of which ``plan --limits`` finds the largest that fits; 0 where it does not look.
         alike: values that cost the same; a strategy with one of them is not compared with another.
         once: values that cost seconds once, at the start of a run; the planner chooses one where it saves more.
         note: why a value outside ``choices`` is refused, appended to the error.
@@ -157,6 +158,7 @@ class Setting(Generic[T]):
     last_resort: tuple[T, ...] = ()
     ordered: bool = True
     compared: tuple[T, ...] = ()
+    step: float = 0.0
     alike: tuple[T, ...] = ()
     once: Mapping[T, float] = field(default_factory=dict)
     note: str = ""

@@ -167,7 +167,7 @@ class OptimizerStep(ABC):
         self._live = live
 
     def see_capacity(self) -> None:
-        """Set ``capacity_used`` and ``void`` by what all ranks used since the capacity was forgotten."""
+        """Set ``capacity_used`` and ``void`` from the use by all ranks since the last ``forget_capacity``."""
         if (capacity := self._live.options.capacity) is None:
             return
         nothing = torch.zeros((), dtype=torch.float32, device=self._live.device)
@@ -178,7 +178,7 @@ class OptimizerStep(ABC):
         self.forget_capacity()
 
     def forget_capacity(self) -> None:
-        """What is used counts from now on."""
+        """Count the use of the capacity from now on."""
         if (capacity := self._live.options.capacity) is not None and capacity.used is not None:
             capacity.used.zero_()
 

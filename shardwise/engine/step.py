@@ -58,7 +58,7 @@ def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
 
 
 def enlarged(run: Run, used: Tensor | None) -> str:
-    """What was done if a step exceeded the capacity and must be run again, in words; "" if it did not.
+    """Enlarge the capacity if a step exceeded it and must be run again; the change in words, "" if it did not.
 
     Waits for the device.
     """
@@ -75,3 +75,9 @@ def exceeded(run: Run) -> bool:
         return False
     run.update.see_capacity()
     return bool(enlarged(run, run.update.capacity_used))
+
+
+def imbalance_of(run: Run, result: StepResult) -> float | None:
+    """The load of the busiest rank relative to a balanced one; None without a capacity. Waits for the device."""
+    capacity, used = run.options.capacity, result.capacity_used
+    return None if capacity is None or used is None else capacity.imbalance(float(used))

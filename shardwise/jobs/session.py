@@ -20,7 +20,8 @@ from shardwise.data import open_data
 from shardwise.data.epochs import with_steps
 from shardwise.engine.build import build
 from shardwise.engine.schedule import learning_rate
-from shardwise.engine.step import StepResult, end_step
+from shardwise.engine.seeding import seed_step
+from shardwise.engine.step import StepResult, end_step, enlarged
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan, refuse_unfit
@@ -33,7 +34,6 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import gather, named_parameters
 from shardwise.trainer.batches import RankBatches, require_vocabulary
 from shardwise.trainer.evaluation import evaluate
-from shardwise.trainer.loop import seed_step
 from shardwise.trainer.predictions import Predictions
 from shardwise.trainer.run_log import say, warn
 
@@ -66,6 +66,7 @@ class Session:
         self._predictions = Predictions(self._run) if recipe.evaluation.metrics is not None else None
         self.metrics: dict[str, float] = {}
         self._state = TrainState()
+        self._batch: list[Batch] = []
         self._loss: Tensor | None = None
         self._tokens = torch.zeros(())
 
@@ -91,6 +92,7 @@ class Session:
         Returns:
             The mean loss over the valid targets of the global batch, a scalar on the device, equal on all ranks.
         """
+        self._batch = batch
         seed_step(self.recipe.seed, self._state.step, self._run.random_rank)
         self._run.optimizer.learning_rate = learning_rate(self.recipe, self._state.step)
         self._tokens, self._loss = self._run.passes.forward_backward(batch)
@@ -99,11 +101,16 @@ class Session:
     def step(self) -> StepResult:
         """Clip, update the parameters and clear the gradients; the scalars of the step, equal on all ranks.
 
+        A step that exceeded ``expert_capacity`` runs its passes again, with more room.
+
         Raises RuntimeError without a ``forward_backward`` before it.
         """
         if self._loss is None:
             raise RuntimeError("step() without forward_backward() before it")
         result = end_step(self._run, self._tokens, self._loss)
+        while done := enlarged(self._run, result.capacity_used):
+            say(done)
+            result = end_step(self._run, self._tokens, self.forward_backward(self._batch))
         tokens = self._state.tokens + int(result.tokens)
         self._state, self._loss = TrainState(self._state.step + 1, tokens), None
         return result

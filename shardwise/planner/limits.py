@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from shardwise.core.answer import QuantityLimit
 from shardwise.core.collector import frozen
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate, Plan
 from shardwise.core.progress import Progress, silent
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.model.blueprint import Blueprint
@@ -24,7 +25,7 @@ from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.cluster_sizes import resized, sizes
 from shardwise.recipe.data_sections import MOST_LENGTH
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, broken_rules, stages_of
+from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, broken_rules, stages_of
 
 DEEPER = 16
 """So many times the model's blocks are tried at most: a full dry run goes through each of them."""
@@ -58,9 +59,9 @@ class _Range:
     now: int
     most: int
     end: str
-    value: Callable[[int], int]
-    trial: Callable[[int], _Trial]
-    note: Callable[[int], str] = field(default=lambda value: "")
+    value: Callable[[int], Any]
+    trial: Callable[[Any], _Trial]
+    note: Callable[[Any], str] = field(default=lambda value: "")
 
 
 def limits_of(
@@ -80,7 +81,7 @@ def limits_of(
 def _ranges(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[_Range]:
     blueprint, size = blueprint_of(recipe), plan.strategy[MICRO_BATCH_SIZE]
     length = recipe.data.sequence_length
-    trial = partial(_trial, cluster=cluster, strategy=plan.strategy)
+    trial = partial(_trial, cluster=cluster)
     yield _micro_batches(recipe, blueprint, cluster, plan)
     if recipe.model.factory is None:
         native = recipe.model.hf is None
@@ -95,7 +96,7 @@ def _ranges(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[_Range]:
             max(part, most // step),
             "the model's context ends there" if not native else "a recipe has no longer one",
             lambda index: index * step,
-            lambda value: trial(_with_length(recipe, value)),
+            lambda value: trial(_with_length(recipe, value), plan.strategy),
         )
         if native and blueprint.depth is not None:
             stages = stages_of(plan.strategy)
@@ -106,9 +107,40 @@ def _ranges(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[_Range]:
                 DEEPER * blueprint.depth // layers,
                 f"{DEEPER} times the model's are the most that is tried",
                 lambda index: index * layers,
-                lambda value: trial(_with_model(recipe, layers=value)),
+                lambda value: trial(_with_model(recipe, layers=value), plan.strategy),
             )
+    yield from (
+        _setting(setting, recipe, plan, trial) for setting in SETTINGS if _varies(setting, recipe, plan)
+    )
     yield _devices(recipe, blueprint, cluster, plan)
+
+
+def _varies(setting: Setting[Any], recipe: Recipe, plan: Plan) -> bool:
+    """Whether a plan is asked how far a setting goes: where it has an effect."""
+    larger = plan.strategy.with_values(**{setting.key: setting.maximum})
+    return setting.step > 0 and not any(broken_rules(larger, plan.world_size, recipe))
+
+
+def _setting(
+    setting: Setting[Any], recipe: Recipe, plan: Plan, trial: Callable[[Recipe, Strategy], _Trial]
+) -> _Range:
+    """A setting's values from its minimum on, in its steps."""
+    least, now, most = (
+        round(value / setting.step)
+        for value in (setting.minimum or 0, plan.strategy[setting], setting.maximum or 0)
+    )
+
+    def value(index: int) -> float:
+        return round((least + index - 1) * setting.step, 9)
+
+    return _Range(
+        setting.key,
+        now - least + 1,
+        most - least + 1,
+        "a recipe has no larger one",
+        value,
+        lambda number: trial(recipe, plan.strategy.with_values(**{setting.key: number})),
+    )
 
 
 def _micro_batches(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, plan: Plan) -> _Range:
@@ -145,7 +177,7 @@ def _devices(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, plan: Plan)
     return _Range("devices", now, len(numbers), "one is enough", lambda index: numbers[index - 1], trial)
 
 
-def _trial(recipe: Recipe, cluster: Cluster, strategy: Strategy) -> _Trial:
+def _trial(recipe: Recipe, strategy: Strategy, *, cluster: Cluster) -> _Trial:
     return Predictor(recipe, blueprint_of(recipe), cluster), strategy
 
 

@@ -182,6 +182,12 @@ def without_stages(strategy: Strategy) -> Strategy:
     return strategy.with_values(**dict(itertools.chain.from_iterable(changed)))
 
 
+def without_own_layers(strategy: Strategy) -> Strategy:
+    """The strategy for a model without the kinds of layers that some axes alone divide, such as experts."""
+    divide = (each for each in ORDER if isinstance(each, Dividing) and any(axis.layers for axis in each.axes))
+    return strategy.with_values(**{s.key: s.default for each in divide for s in each.settings})
+
+
 def stretch(strategy: Strategy, micro_batches: int) -> Stretch:
     """What stages make of a step, before any is looked at."""
     divide = (each for each in ORDER if isinstance(each, Dividing) and any(axis.stages for axis in each.axes))

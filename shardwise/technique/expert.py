@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.technique.base import MOST_RANKS, Dividing
-from shardwise.technique.pipeline.technique import PIPELINE_SCHEDULE
+from shardwise.technique.compiling import COMPILE
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
@@ -49,6 +50,8 @@ EXPERT_CAPACITY: Setting[float] = Setting(
     kind=float,
     minimum=1.0,
     maximum=1024.0,
+    compared=(1.0, 1.5, 2.0),
+    step=0.05,
 )
 
 
@@ -92,9 +95,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="expert_parallel",
-        reason="stages of pipedream are not in the same step, so they cannot agree to run a step again",
-        broken=lambda case: _on(case) and case.strategy[PIPELINE_SCHEDULE] == "pipedream",
-        nearest=lambda case: {"expert_parallel": 1},
+        reason="experts are gathered within a block, by an FSDP group of their own, and compiled blocks have none",
+        broken=lambda case: _on(case) and case.strategy[COMPILE] != COMPILE.default,
+        nearest=lambda case: {"compile": COMPILE.default},
     ),
     Rule(
         key="tensor_sequence_parallel",
@@ -139,6 +142,7 @@ class ExpertParallel(Dividing):
     def apply(self, site: Site) -> None:
         if site.strategy[EXPERT_PARALLEL] == 1:
             return
+        _refuse_asynchronous(site)
         from shardwise.runtime.parallel.dispatch import Room, divide_experts
         from shardwise.runtime.torch_private import flattened
 
@@ -155,3 +159,13 @@ class ExpertParallel(Dividing):
         site.view.own_axes |= dict.fromkeys(divided, tuple(axes))
         if site.trained:
             site.options.capacity = room
+
+
+def _refuse_asynchronous(site: Site) -> None:
+    if site.options.place is not None and not site.options.place.synchronous:
+        raise RecipeError(
+            f"expert_parallel cannot be {site.strategy[EXPERT_PARALLEL]}",
+            where="strategy.expert_parallel",
+            why="stages of this schedule are not in the same step, so they cannot agree to run a step again",
+            fix="the nearest that works is expert_parallel: 1",
+        )

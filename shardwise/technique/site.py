@@ -81,7 +81,7 @@ class Context:
 
 
 class Capacity(Protocol):
-    """Room of a fixed size for what is known only on the device, such as the tokens of an expert.
+    """Room of a fixed size for a load that only the device knows, such as the tokens of an expert.
 
     A step that needed more is void: no rank updates, and the step is run again with more room.
 
@@ -93,10 +93,10 @@ class Capacity(Protocol):
     used: torch.Tensor | None
 
     def imbalance(self, used: float) -> float:
-        """What was asked for, relative to a balanced load."""
+        """The load relative to a balanced one."""
 
     def enlarge(self, used: float) -> str:
-        """Make room for this share and a little more, on every rank alike; what was done, in words."""
+        """Make room for this share and a little more, on every rank alike; the change in words."""
 
 
 @dataclass

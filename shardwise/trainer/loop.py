@@ -8,13 +8,11 @@ stops, and the launcher starts all ranks again with half the micro-batch (oom_re
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +32,8 @@ from shardwise.engine.build import build
 from shardwise.engine.phase import listening
 from shardwise.engine.run import BatchSource
 from shardwise.engine.schedule import learning_rate
-from shardwise.engine.step import StepResult, enlarged, step
+from shardwise.engine.seeding import seed_step
+from shardwise.engine.step import StepResult, enlarged, imbalance_of, step
 from shardwise.engine.train_state import TrainState
 from shardwise.launch.alarm import watch
 from shardwise.launch.signals import StopRequest
@@ -324,6 +323,7 @@ class Trainer:
             metrics=metrics or None,
             rewinds=rewinds,
             gradient_noise=noise,
+            expert_imbalance=imbalance_of(self.run, result),
             compile_seconds=pending.compiling or None,
         )
         self.log.step(record)
@@ -396,14 +396,3 @@ class Trainer:
         path = self._checkpoints / f"step-{self.state.step}"
         committed = not self.job.recipe.checkpoint.background
         self.hooks.call("on_save", {"step": self.state.step, "path": str(path), "committed": committed})
-
-
-def seed_step(seed: int, index: int, rank: int) -> None:
-    """Seed every generator from (seed, step, rank), so a checkpoint stores no generator state.
-
-    Dropout draws from torch's, and optimizers of libraries from those of Python and NumPy, too.
-    """
-    value = ((seed * 1_000_003 + index) * 65_537 + rank) % 2**63
-    torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value % 2**32)

@@ -24,7 +24,7 @@ from shardwise.hardware.kinds import kind_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
-from shardwise.technique import layout_of, stages_of
+from shardwise.technique import layout_of, stages_of, without_own_layers
 
 _BLOCKS = 1024
 
@@ -63,8 +63,8 @@ def warm_kernels(
         convolves: whether the model may have convolutions or an LSTM. oneDNN takes 12 MiB and 8 MiB at their first
             calls on a CPU.
     """
-    layout = layout_of(strategy, dist.get_world_size())
-    layers, alone = max(2, stages_of(strategy)), strategy.with_values(micro_batch_size=1)
+    alone = without_own_layers(strategy).with_values(micro_batch_size=1)
+    layout, layers = layout_of(alone, dist.get_world_size()), max(2, stages_of(alone))
     recipe = _tiny(layout, layers, optimizer or OptimizerSpec())
     try:
         run = build(recipe, blueprint_of(recipe), alone, device)

@@ -26,10 +26,10 @@ from shardwise.core.atomic_file import write_whole
 from shardwise.core.json_file import read_json, text_of
 from shardwise.core.strategy import Strategy
 from shardwise.data import open_data
+from shardwise.engine.seeding import seed_step
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, digits_of
-from shardwise.trainer.loop import seed_step
 from shardwise.verifier.comparison import inner_products
 from shardwise.verifier.dropout import without_dropout
 from shardwise.verifier.mixed_precision import COMPUTE_DTYPES, FirstGradients, MixedPrecision

@@ -29,6 +29,7 @@ from shardwise.engine.build import build
 from shardwise.engine.optim.trial import rounds
 from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
+from shardwise.engine.seeding import seed_step
 from shardwise.engine.step import enlarged, step
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
@@ -36,7 +37,6 @@ from shardwise.recipe.section import Arguments
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import MICRO_BATCH_SIZE, in_fp64, precision_of
-from shardwise.trainer.loop import seed_step
 from shardwise.verifier.comparison import gradient_products, parameter_differences, way_products
 from shardwise.verifier.dropout import draws_random_numbers, drop_nothing, without_dropout
 from shardwise.verifier.plain_runs import END_FILE, GRADIENTS_FILE, START_FILE, read_runs, run_plain

@@ -16,6 +16,7 @@ from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optim.moment_storage import BLOCK, DynamicCode, EightBit, code_values
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.rounding import position_keys, random_bits, to_bf16
+from shardwise.engine.seeding import seed_step
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
@@ -24,7 +25,6 @@ from shardwise.recipe.sections import OptimizerSpec
 from shardwise.runtime.parallel.shard_slices import local_slices
 from shardwise.technique import strategy_from
 from shardwise.technique.site import StateOffload
-from shardwise.trainer.loop import seed_step
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import batch, equal, full, make_run, train, whole
 

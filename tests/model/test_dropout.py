@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.data import open_data
 from shardwise.engine.build import build
+from shardwise.engine.seeding import seed_step
 from shardwise.engine.step import step
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.trainer.loop import seed_step
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_tokenizer, write_words
 from tests.harness.pool import Pool

@@ -1,4 +1,10 @@
-"""Expert parallelism trains as one plain process, with every other technique."""
+"""Expert parallelism trains as one plain process, with every other technique, whatever the router does.
+
+Faults of other trainers have a test of their own, by name: the gradient norm without experts (Megatron-LM #5916),
+expert gradients times the degree (pytorch #160285), a detached router and experts without decay (NeMo Automodel #2995),
+ranks with unequal batches (TRL #5713). NaN of rows that a grouped product leaves uninitialised (transformers #48205) is
+in tests/runtime/test_dispatch.py.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from shardwise.core.errors import RecipeError
+from shardwise.dryrun.run import dry_run
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import SETTINGS
-from tests.harness.corpora import EVEN
+from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
+from tests.harness.corpora import EVEN, WORDS
 from tests.harness.families import save_tiny
 from tests.harness.parity import Parity, Trial
 
 pytest.importorskip("transformers")
+FIXED = {"precision": "fp64", "expert_parallel": 2, "micro_batch_size": 2}
 
 
 def recipe_for(folder: Path, family: str = "mixtral", **sections: Any) -> Recipe:
@@ -29,34 +42,177 @@ def recipe_for(folder: Path, family: str = "mixtral", **sections: Any) -> Recipe
     return recipe_of(values | sections, SETTINGS)
 
 
-def trial(folder: Path, world: int, **settings: Any) -> Trial:
-    fixed = {"precision": "fp64", "expert_parallel": 2, "micro_batch_size": 2}
-    sections = {"optimizer": {"clip_norm": None}} if "optimizer_in_backward" in settings else {}
-    return Trial(recipe_for(folder, **sections), world, fixed | settings)
-
-
-def test_trains_as_one_plain_process(parity: Parity, tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    parity.all_pass(*[trial(folder, 2, zero_stage=stage) for stage in (0, 1, 2, 3)])
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"expert_parallel": 4, "zero_stage": 1},
+MIXES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"zero_stage": 0},
+        {"zero_stage": 1},
         {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "activation_checkpointing": "full"},
+        {"zero_stage": 2, "activation_checkpointing": "every:2", "loss": "chunked"},
+        {"zero_stage": 2, "offload": "optimizer+parameters"},
+    ],
+    4: [
+        {"zero_stage": 1, "expert_parallel": 4},
         {"zero_stage": 3, "replicate": 2},
         {"zero_stage": 3, "tensor_parallel": 2, "expert_parallel": 4},
         {"zero_stage": 1, "tensor_parallel": 2},
-        {"zero_stage": 1, "sequence_parallel": 2},
         {"zero_stage": 2, "sequence_parallel": 2, "expert_parallel": 4},
+        {"zero_stage": 1, "sequence_parallel": 2, "sequence_method": "ring"},
         {"zero_stage": 1, "pipeline_parallel": 2},
-        {"zero_stage": 3, "activation_checkpointing": "full"},
-        {"zero_stage": 1, "expert_capacity": 1.0},
-        {"zero_stage": 1, "optimizer_in_backward": True},
-        {"zero_stage": 2, "offload": "optimizer+parameters"},
+        {"zero_stage": 2, "pipeline_parallel": 2, "pipeline_schedule": "zero_bubble"},
+    ],
+}
+
+
+@pytest.mark.parametrize("world", MIXES)
+def test_mixes_train_as_one_plain_process(world: int, parity: Parity, tmp_path: Path) -> None:
+    """AdamW with an active clip norm, in fp64."""
+    recipe = recipe_for(tmp_path / "mixtral")
+    parity.all_pass(*(Trial(recipe, world, FIXED | {"zero_stage": 1} | mix) for mix in MIXES[world]))
+
+
+def test_adapters_and_fewer_bits(parity: Parity, tmp_path: Path) -> None:
+    folder = tmp_path / "mixtral"
+    adapted = recipe_for(folder, adapter={"rank": 2, "targets": "attention"})
+    eight_bits = recipe_for(folder, optimizer={"name": "adamw_8bit"})
+    within = recipe_for(folder, optimizer={"clip_norm": None})
+    parity.all_pass(
+        Trial(adapted, 2, FIXED | {"zero_stage": 2}),
+        Trial(eight_bits, 2, FIXED | {"precision": "fp32", "zero_stage": 2}),
+        Trial(recipe_for(folder), 2, FIXED | {"precision": "bf16", "zero_stage": 3}),
+        Trial(recipe_for(folder), 2, FIXED | {"precision": "fp16", "zero_stage": 1}),
+        Trial(within, 2, FIXED | {"zero_stage": 1, "optimizer_in_backward": True}),
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "olmoe"])
+def test_families(family: str, parity: Parity, tmp_path: Path) -> None:
+    """With biases and clamped gates, with transposed weights, with normalised queries."""
+    parity.all_pass(Trial(recipe_for(tmp_path / family, family), 2, FIXED | {"zero_stage": 3}))
+
+
+# ---- faults of others -------------------------------------------------------------------------------------
+
+
+def test_the_gradient_norm_has_the_experts_and_clips(parity: Parity, tmp_path: Path) -> None:
+    """A limit far below the norm: its value scales every update."""
+    recipe = recipe_for(
+        tmp_path / "mixtral", optimizer={"name": "sgd", "learning_rate": 0.1, "clip_norm": 1e-2}
+    )
+    settings = FIXED | {"expert_parallel": 4, "tensor_parallel": 2, "zero_stage": 1}
+    parity.all_pass(Trial(recipe, 4, settings))
+
+
+def test_expert_gradients_are_not_times_the_degree(parity: Parity, tmp_path: Path) -> None:
+    """SGD without clipping sees the size of a gradient, which Adam does not; the router's too."""
+    recipe = recipe_for(
+        tmp_path / "mixtral", optimizer={"name": "sgd", "learning_rate": 0.1, "clip_norm": None}
+    )
+    parity.all_pass(
+        Trial(recipe, 4, FIXED | {"expert_parallel": 4, "zero_stage": 2}),
+        Trial(recipe, 4, FIXED | {"sequence_parallel": 2, "expert_parallel": 4, "zero_stage": 0}),
+    )
+
+
+def test_experts_without_tokens_decay_and_their_rank_goes_on(parity: Parity, tmp_path: Path) -> None:
+    """A bias of the router's selection leaves half of the experts, and one of the two ranks, without tokens."""
+    folder = tmp_path / "deepseek_v3"
+    recipe = recipe_for(folder, "deepseek_v3", optimizer={"weight_decay": 0.5})
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    biased = [name for name in weights if name.endswith("e_score_correction_bias")]
+    assert biased
+    for name in biased:
+        weights[name] = torch.tensor([0.0, 0.0, -100.0, -100.0], dtype=weights[name].dtype)
+    save_file(weights, file, {"format": "pt"})
+    # The router computes in fp32, whatever the precision.
+    parity.all_pass(Trial(recipe, 2, FIXED | {"precision": "fp32", "zero_stage": 1}))
+
+
+def test_ranks_with_unequal_batches(parity: Parity, tmp_path: Path) -> None:
+    """Three sequences for four ranks, of unequal lengths: one rank has padding alone."""
+    data = {"source": WORDS, "sequence_length": 16}
+    recipe = recipe_for(tmp_path / "mixtral", data=data, batch_size=3)
+    parity.all_pass(Trial(recipe, 4, FIXED | {"precision": "fp32", "micro_batch_size": 1, "zero_stage": 2}))
+
+
+# ---- the plan ---------------------------------------------------------------------------------------------
+
+
+def planned(folder: Path, world: int, **settings: Any) -> Any:
+    recipe = recipe_for(folder, cluster={"device": "cpu", "devices_per_node": world})
+    strategy = strategy_from({"micro_batch_size": 2, **settings})
+    return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+
+
+@pytest.mark.parametrize("capacity", [1.0, 1.5])
+def test_rows_cross_twice_in_each_direction(capacity: float, tmp_path: Path) -> None:
+    """Per layer and pass: rows [R c, h] there and back, and their gradients; a number and a weight per row."""
+    run = planned(
+        tmp_path / "m", 4, expert_parallel=4, zero_stage=1, expert_capacity=capacity, precision="fp32"
+    )
+    tokens, chosen, width, layers, passes, ranks = 2 * 16, 2, 32, 2, 1, 4
+    rows = capacity * tokens * chosen
+    rows_bytes = 4 * rows * width * 4  # there, back, and their gradients
+    small = rows * 8 + 2 * rows * 4  # numbers of experts in int64, weights and their gradients
+    expected = layers * passes * (rows_bytes + small) * (ranks - 1) / ranks
+    sent = [c for c in run.cost.collectives if c.kind == "all_to_all"]
+    assert {c.axis for c in sent} == {"expert"}
+    assert sum(c.traffic_bytes for c in sent) == expected
+
+
+def test_a_rank_holds_its_experts_and_zero_divides_the_rest_over_the_axis(tmp_path: Path) -> None:
+    layers, experts, width, inner = 2, 4, 32, 48
+    one, two = (
+        planned(tmp_path / "m", 2, zero_stage=stage, expert_parallel=2).peaks["setup"].ledger.parameters
+        for stage in (0, 3)
+    )
+    of_experts = layers * experts * 3 * width * inner * 4 // 2
+    alone = planned(tmp_path / "m", 2, zero_stage=0).peaks["setup"].ledger.parameters
+    assert alone - one == of_experts
+    assert two == pytest.approx((alone - 2 * of_experts) / 2 + of_experts, rel=0.01)
+
+
+def test_the_degree_counts_all_ranks_that_divide_experts() -> None:
+    strategy = strategy_from({"expert_parallel": 4, "tensor_parallel": 2, "zero_stage": 1})
+    layout = layout_of(strategy, 8)
+    assert {axis.name: degree for axis, degree in layout.axes if degree > 1} == {
+        "tensor": 2,
+        "expert": 2,
+        "shard": 2,
+    }
+    assert one_line(strategy, layout, 8) == "ep4 · tp2 · fp32 · zero1×4 · mb1×ga2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "nearest"),
+    [
+        ({"expert_parallel": 3}, {"expert_parallel": 2}),
+        ({"expert_parallel": 2, "tensor_parallel": 4}, {"expert_parallel": 1}),
+        ({"expert_parallel": 8, "replicate": 2, "zero_stage": 1}, {"expert_parallel": 4}),
+        ({"expert_parallel": 2, "compile": "block"}, {"compile": "none"}),
+        ({"expert_capacity": 2.0}, {"expert_capacity": 1.25}),
+        ({"tensor_parallel": 2, "expert_parallel": 2, "tensor_sequence_parallel": "gathered"}, None),
     ],
     ids=str,
 )
-def test_mixes(settings: dict[str, Any], parity: Parity, tmp_path: Path) -> None:
-    parity.all_pass(trial(tmp_path / "m", 4, **settings))
+def test_rules_name_the_nearest(
+    settings: dict[str, Any], nearest: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    violations = list(broken_rules(strategy_from(settings), 8, recipe_for(tmp_path / "m")))
+    assert violations
+    if nearest is not None:
+        assert nearest in [dict(violation.nearest) for violation in violations]
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    model = {"layers": 2, "width": 32, "heads": 4, "vocab": 256}
+    recipe = recipe_of({"model": model, "steps": 1, "batch_size": 2}, SETTINGS)
+    (violation,) = broken_rules(strategy_from({"expert_parallel": 2}), 2, recipe)
+    assert violation.rule.reason == "the model has no experts"
+
+
+def test_a_degree_that_does_not_divide_the_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="does not divide the 4 experts"):
+        planned(tmp_path / "m", 8, expert_parallel=8, zero_stage=1)

@@ -21,6 +21,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
 from shardwise.engine.run_state import tensors_of
+from shardwise.engine.seeding import seed_step
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.hf.tensor_plan import tensor_plan_of
@@ -31,7 +32,6 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
-from shardwise.trainer.loop import seed_step
 from tests.harness import paper_block
 from tests.harness.corpora import EVEN
 from tests.harness.parity import Parity, Trial

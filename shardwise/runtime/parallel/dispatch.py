@@ -36,7 +36,7 @@ from shardwise.runtime.parallel.tp_collectives import TPGroup, exchanged
 from shardwise.runtime.torch_private import functional_collectives
 
 _MARGIN = 1.1
-"""Room after a step that needed more, relative to what it needed: the next ones differ a little."""
+"""Room after a step that needed more, relative to its need: the next ones differ a little."""
 
 
 class Room:
@@ -60,6 +60,7 @@ class Room:
 
     def rows(self, pairs: int, ranks: int, most: int) -> int:
         """Rows that a rank takes from each other one, of ``pairs`` of a token and an expert there."""
+        self.factor = min(self.factor, most * ranks / pairs)
         return min(math.ceil(self.factor * pairs / ranks), most)
 
     def imbalance(self, used: float) -> float:
@@ -213,7 +214,7 @@ class Dispatch:
     def _ways(
         self, source: Tensor, row: Tensor
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """From tokens to rows on the ranks of their experts, and the sum of what comes back."""
+        """From tokens to rows on the ranks of their experts, and the sums of rows that come back."""
         ranks = self.ranks
         return (
             lambda tokens: all_to_all(to_rows(tokens, source), ranks),

@@ -1,0 +1,19 @@
+"""Seeds of a step: the same on every restart, whatever ran before."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_step(seed: int, index: int, rank: int) -> None:
+    """Seed every generator from (seed, step, rank), so a checkpoint stores no generator state.
+
+    Dropout draws from torch's, and optimizers of libraries from those of Python and NumPy, too.
+    """
+    value = ((seed * 1_000_003 + index) * 65_537 + rank) % 2**63
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)
