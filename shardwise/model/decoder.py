@@ -4,7 +4,9 @@
     qwen3   llama with an RMSNorm of every query and key head before the rotation (arXiv:2505.09388)
     gpt2    LayerNorm, GELU, learned positions, biases everywhere but the head (Radford et al. 2019)
 
-Parameters have the names of Hugging Face's Llama and Qwen3, so export only renames them.
+Blocks of llama and qwen3 may have a mixture of experts (mixture.py) in place of SwiGLU, all but the first ones.
+
+Parameters have the names of Hugging Face's Llama, Qwen3, Mixtral and Qwen3-MoE, so export only renames them.
 
 Attention works on views of the projections' outputs. All blocks share the rotary angles of a forward pass. Queries and
 keys are rotated in the compute dtype, with angles computed in fp32, as in transformers. A llama block with fused norm
@@ -28,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.mixture import MixtureOfExperts
 from shardwise.recipe.presets import Dimensions
 from shardwise.runtime.documents import Documents, documents_of
 
@@ -57,12 +60,15 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     lm_head: nn.Linear | None
 
-    def __init__(self, dimensions: Dimensions, depth: int | None = None) -> None:
+    def __init__(self, dimensions: Dimensions, blocks: range | None = None) -> None:
+        """``blocks``: those that are built, if not all."""
         super().__init__()
         d = self.dimensions = dimensions
         embed_tokens = self.embed_tokens = nn.Embedding(d.vocab, d.width)
         self.embed_positions = None if d.rotates else nn.Embedding(d.context, d.width)
-        self.layers = nn.ModuleList(Block(d) for _ in range(d.layers if depth is None else depth))
+        self.layers = nn.ModuleList(
+            Block(d, index) for index in (range(d.layers) if blocks is None else blocks)
+        )
         self.norm = _norm(d)
         self.lm_head = nn.Linear(d.width, d.vocab, bias=False)
         if d.tied:
@@ -112,14 +118,17 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward with residual connections. [b, s, h] -> [b, s, h]."""
+    """Pre-norm attention and feed-forward with residual connections. [b, s, h] -> [b, s, h].
 
-    def __init__(self, dimensions: Dimensions) -> None:
+    ``index``: the number of the block in the model.
+    """
+
+    def __init__(self, dimensions: Dimensions, index: int = 0) -> None:
         super().__init__()
         self.input_layernorm = _norm(dimensions)
         self.self_attn = Attention(dimensions)
         self.post_attention_layernorm = _norm(dimensions)
-        self.mlp = SwiGLU(dimensions) if dimensions.rotates else GELU(dimensions)
+        self.mlp = _feed_forward(dimensions, index)
 
     def forward(
         self,
@@ -182,9 +191,8 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate x) * up x). [b, s, h] -> [b, s, h] (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, dimensions: Dimensions) -> None:
+    def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
-        width, ffn = dimensions.width, dimensions.ffn
         self.gate_proj = nn.Linear(width, ffn, bias=False)
         self.up_proj = nn.Linear(width, ffn, bias=False)
         self.down_proj = nn.Linear(ffn, width, bias=False)
@@ -203,6 +211,15 @@ class GELU(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))
+
+
+def _feed_forward(d: Dimensions, index: int) -> nn.Module:
+    """Of the block with a number."""
+    if not d.rotates:
+        return GELU(d)
+    if not d.experts or index < d.dense_layers:
+        return SwiGLU(d.width, d.ffn)
+    return MixtureOfExperts(d, SwiGLU(d.width, d.shared_ffn) if d.shared_ffn else None)
 
 
 def _norm(dimensions: Dimensions) -> nn.Module:

@@ -26,10 +26,10 @@ TILE = (32, 2048)
 
 
 def fill_normal(tensor: Tensor, std: float, seed: int, name: str) -> None:
-    """Write this rank's part of a matrix of normal values with mean 0, in place.
+    """Write this rank's part of a matrix of normal values with mean 0, in place, or of a stack of matrices.
 
     Args:
-        tensor: [rows, columns], plain or DTensor, any float dtype and device.
+        tensor: [rows, columns] or [matrices, rows, columns], plain or DTensor, any float dtype and device.
         std: standard deviation.
         seed: the run's seed.
         name: the parameter's canonical name.
@@ -44,11 +44,28 @@ def fill_uniform(tensor: Tensor, bound: float, seed: int, name: str) -> None:
 
 @torch.no_grad()
 def _fill(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], seed: int, name: str) -> None:
-    rows, columns = local_slices(tensor)
+    *stack, rows, columns = local_slices(tensor)
     part = local_part(tensor)
     if part.numel() == 0:
         return
-    shape = (TILE[0], min(TILE[1], tensor.shape[1]))
+    if stack:
+        for number, matrix in enumerate(part, stack[0].start):
+            _fill_matrix(matrix, (rows, columns), tensor.shape[-1], draw, seed, f"{name}.{number}")
+    else:
+        _fill_matrix(part, (rows, columns), tensor.shape[-1], draw, seed, name)
+
+
+def _fill_matrix(
+    part: Tensor,
+    held: tuple[slice, slice],
+    width: int,
+    draw: Callable[[Tensor, torch.Generator], object],
+    seed: int,
+    name: str,
+) -> None:
+    """Write the held rows and columns of a matrix of ``width`` columns."""
+    rows, columns = held
+    shape = (TILE[0], min(TILE[1], width))
     tile = torch.empty(shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu")
     for i in _touched(rows, shape[0]):

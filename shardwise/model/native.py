@@ -20,6 +20,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.native_folder import native_hf_folder
 from shardwise.model.initial import fill_normal
+from shardwise.model.mixture import filled_tokens, router_logits
 from shardwise.model.stage import Stage, renumbered
 from shardwise.recipe.presets import Dimensions, dimensions_of
 from shardwise.recipe.sections import ModelSpec
@@ -28,7 +29,8 @@ from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 from shardwise.runtime.parallel.tensor import Split, TensorPlan
 
 STD = 0.02
-_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+_OF_WHOLE = "its routers' auxiliary losses are of whole sequences"
+_RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 class NativeModel(Blueprint):
@@ -38,8 +40,9 @@ class NativeModel(Blueprint):
         d = self.dimensions = dimensions
         self.name = name or f"{d.family}-{d.layers}x{d.width}"
         self.vocab, self.context = d.vocab, d.context
-        self.depth = d.layers
         self.width = d.width
+        kinds = ("dense",) * d.dense_layers + ("mixture",) * d.mixtures
+        self.depth, self.block_kinds = (None, kinds) if d.dense_layers else (d.layers, None)
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, sequence_length: int) -> Self:
@@ -55,13 +58,27 @@ class NativeModel(Blueprint):
         return cls(dimensions, spec.preset or "")
 
     def build(self, depth: int | None = None) -> Decoder:
-        return Decoder(self.dimensions, depth)
+        return Decoder(self.dimensions, None if depth is None else range(depth))
 
     def stage(self, stage: Stage) -> Decoder:
-        model = self.build(len(stage.blocks))
+        if self.dimensions.adds_router_loss:
+            super().stage(stage)  # raises
+        model = Decoder(self.dimensions, stage.blocks)
         model.keep(stage.first, stage.last)
         renumbered(model.layers, stage.blocks.start)
         return model
+
+    def stage_obstacle(self) -> str:
+        return "the last stage would need the routers' auxiliary losses of the others"
+
+    def compile_obstacle(self) -> str:
+        recorded = (
+            "its routers' auxiliary losses read tensors from within the blocks, where a compiled one has none"
+        )
+        return recorded if self.dimensions.adds_router_loss else ""
+
+    def context_parallel_obstacle(self, model: nn.Module) -> str:
+        return _OF_WHOLE if self.dimensions.adds_router_loss else ""
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(cast("Decoder", model).layers)
@@ -89,11 +106,29 @@ class NativeModel(Blueprint):
             "layers.*.mlp.gate_proj": Split("column"),
             "layers.*.mlp.up_proj": Split("column"),
             "layers.*.mlp.down_proj": Split("row"),
+            "layers.*.mlp.experts": Split("experts"),
+            "layers.*.mlp.shared_experts.gate_proj": Split("column"),
+            "layers.*.mlp.shared_experts.up_proj": Split("column"),
+            "layers.*.mlp.shared_experts.down_proj": Split("row"),
             "lm_head": Split("logits"),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return language_loss(self.logits, model, batch)
+        if not self.dimensions.adds_router_loss:
+            return language_loss(self.logits, model, batch)
+        with router_logits() as noted:
+            total, count = language_loss(self.logits, model, batch)
+        filled = filled_tokens(batch["labels"]).flatten()
+        if any(len(logits) != len(filled) for _, logits in noted):
+            raise RecipeError(
+                "sequences cannot be shared out",
+                where="strategy.tensor_sequence_parallel",
+                why=_OF_WHOLE,
+                fix="the nearest that works is tensor_sequence_parallel: none",
+            )
+        auxiliary = torch.stack([router.losses(logits, filled) for router, logits in noted]).sum()
+        # The engine divides by the targets of the whole batch, so a micro-batch's auxiliary loss counts by its targets.
+        return total + count * auxiliary.to(total.dtype), count
 
     def logits(
         self,
@@ -122,6 +157,8 @@ class NativeModel(Blueprint):
         share(model, aliases)
         for name, parameter in named_parameters(model):
             self._fill_one(aliases.get(name, name), parameter, seed)
+        for buffer in model.buffers():  # the biases of routers
+            buffer.zero_()
 
     def _fill_one(self, name: str, parameter: Tensor, seed: int) -> None:
         if name.endswith("bias"):

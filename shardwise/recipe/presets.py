@@ -2,7 +2,8 @@
 
 Three families. ``llama``: RMSNorm, rotary position embeddings (RoPE), SwiGLU, grouped-query attention, no biases.
 ``qwen3``: llama with an RMSNorm of every query and key head. ``gpt2``: LayerNorm, GELU, learned positions, biases, tied
-embeddings. Tests compare each published row with the parameter count that its authors published.
+embeddings. Blocks of llama and qwen3 may be mixtures of experts: then they are Mixtral's and Qwen3-MoE's. Tests compare
+each published row with the parameter count that its authors published.
 
 The RoPE frequency scaling of Llama 3.1 and 3.2 is not implemented here: it has no parameters and no cost, and matters
 only to pretrained weights, which ``model.hf`` loads.
@@ -18,6 +19,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.recipe.sections import ModelSpec
 
 ModelFamily = Literal["llama", "qwen3", "gpt2"]
+RouterScores = Literal["softmax", "sigmoid"]
 
 BYTES_VOCAB = 256
 """Default vocabulary size: that of the ``bytes`` tokenizer."""
@@ -42,6 +44,18 @@ class Dimensions:
         rope_theta: base of the rotary position embedding (not gpt2).
         norm_epsilon: added to the variance in every norm.
         head_dim: dimension of a head, if it is not ``width / heads``.
+        experts: feed-forward networks that a router chooses from, in every block; 0 for a dense model.
+        experts_per_token: how many of them compute a token.
+        expert_ffn: intermediate size of an expert, if it is not ``ffn``.
+        shared_ffn: intermediate size of an expert that computes every token; 0 for none.
+        dense_layers: number of first blocks without experts.
+        router: what makes scores of the router's logits.
+        router_groups: groups of equally many experts; only those of ``groups_per_token`` groups are chosen.
+        normalized_weights: whether the weights of a token's experts add up to ``router_scale``.
+        router_scale: factor of the weights.
+        router_bias: whether a bias of each expert is added to the scores for the choice.
+        balance_loss: coefficient of the load-balancing loss.
+        z_loss: coefficient of the mean square of the logits' logsumexp.
     """
 
     layers: int
@@ -56,6 +70,19 @@ class Dimensions:
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5
     head_dim: int | None = None
+    experts: int = 0
+    experts_per_token: int = 2
+    expert_ffn: int | None = None
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    router: RouterScores = "softmax"
+    router_groups: int = 1
+    groups_per_token: int = 1
+    normalized_weights: bool = True
+    router_scale: float = 1.0
+    router_bias: bool = False
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
 
     @property
     def head_width(self) -> int:
@@ -72,13 +99,35 @@ class Dimensions:
         return self.family == "qwen3"
 
     @property
+    def expert_width(self) -> int:
+        """Intermediate size of an expert."""
+        return self.expert_ffn or self.ffn
+
+    @property
+    def mixtures(self) -> int:
+        """Number of blocks with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def adds_router_loss(self) -> bool:
+        """Whether auxiliary losses of the routers are added to the training loss."""
+        return self.experts > 0 and (self.balance_loss > 0 or self.z_loss > 0)
+
+    @property
     def block_parameters(self) -> int:
-        """Parameters of one block: attention, feed-forward, two norms."""
+        """Parameters of the last block: attention, feed-forward or mixture, two norms."""
+        ffn = 3 * self.width * self.ffn
+        if self.experts:  # the experts, their router, and the shared expert
+            ffn = self.width * (3 * self.experts * self.expert_width + self.experts + 3 * self.shared_ffn)
+        return self._parameters_of_block(ffn)
+
+    def _parameters_of_block(self, ffn: int) -> int:
+        """Parameters of a block with so many in its feed-forward layers, if it is not GPT-2's."""
         q_width, kv_width = self.heads * self.head_width, self.kv_heads * self.head_width
         attention = 2 * self.width * q_width + 2 * self.width * kv_width
         if self.rotates:
             head_norms = 2 * self.head_width if self.norms_heads else 0
-            return attention + 3 * self.width * self.ffn + 2 * self.width + head_norms
+            return attention + ffn + 2 * self.width + head_norms
         biases = (q_width + 2 * kv_width + self.width) + (self.ffn + self.width)
         return attention + 2 * self.width * self.ffn + biases + 2 * 2 * self.width
 
@@ -89,7 +138,20 @@ class Dimensions:
         outside = self.width  # the final norm
         if self.family == "gpt2":
             outside += self.width + self.context * self.width  # the final norm's bias, and the positions
-        return embeddings + outside + self.layers * self.block_parameters
+        dense = self._parameters_of_block(3 * self.width * self.ffn)
+        blocks = self.mixtures * self.block_parameters + (self.layers - self.mixtures) * dense
+        return embeddings + outside + blocks
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute a token: all but those of the experts that it does not choose."""
+        idle = self.experts - self.experts_per_token
+        return self.parameters - self.mixtures * idle * 3 * self.width * self.expert_width
+
+
+_FIELDS = [field.name for field in fields(Dimensions)]
+OF_MIXTURES = frozenset(_FIELDS[_FIELDS.index("experts_per_token") :])
+"""Names of the dimensions that only mixtures have."""
 
 
 def _gpt2(layers: int, width: int, heads: int) -> Dimensions:
@@ -103,6 +165,17 @@ def _qwen3(layers: int, width: int, heads: int, ffn: int, tied: bool = False) ->
         layers, width, heads, 8, ffn, vocab=151936, context=40960, family="qwen3", tied=tied,
         rope_theta=1000000.0, norm_epsilon=1e-6, head_dim=128,
     )  # fmt: skip
+
+
+def _mixtral(layers: int, width: int, heads: int, ffn: int, vocab: int, context: int) -> Dimensions:
+    return Dimensions(
+        layers, width, heads, 8, ffn, vocab=vocab, context=context, rope_theta=1000000.0, experts=8
+    )
+
+
+def _qwen3_moe(layers: int, width: int, heads: int, ffn: int, expert_ffn: int) -> Dimensions:
+    dense = replace(_qwen3(layers, width, heads, ffn), kv_heads=4)
+    return replace(dense, experts=128, experts_per_token=8, expert_ffn=expert_ffn)
 
 
 def _llama3(
@@ -140,6 +213,11 @@ PRESETS: dict[str, Dimensions] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, expert_ffn=768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, expert_ffn=1536),
+    # Jiang et al. 2024, arXiv:2401.04088, and the config.json of each released model.
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, vocab=32000, context=32768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, vocab=32000, context=65536),
 }
 
 
@@ -213,6 +291,44 @@ def check_dimensions(dimensions: Dimensions) -> None:
             why="" if given else f"{d.width} / {d.heads} is {d.head_width}",
             fix="use an even number" if given else "change width or heads",
         )
+    if d.experts:
+        _check_experts(d)
+        return
+    for field in fields(d):
+        if field.name in OF_MIXTURES and getattr(d, field.name) != field.default:
+            what, fix = (
+                f"{field.name} cannot be set here",
+                "give experts, their number in a block, or remove it",
+            )
+            raise _of_experts(field.name, what, "the model has no experts", fix)
+
+
+def _check_experts(d: Dimensions) -> None:
+    """Raise RecipeError for experts that contradict each other."""
+    if not d.rotates:
+        raise _of_experts("experts", "experts cannot be set here", "a block of gpt2 has none", "use llama")
+    if d.dense_layers >= d.layers:
+        why = f"the model has {d.layers} layers, and {d.dense_layers} of them are to be dense"
+        raise _of_experts("dense_layers", "no layer has experts", why, "lower it, or set experts: 0")
+    if d.experts % d.router_groups or (d.router_groups > 1 and d.experts < 2 * d.router_groups):
+        why = f"{d.experts} experts are not {d.router_groups} equal groups of two or more"
+        fix = f"use {_divisor_near(d.experts, min(d.router_groups, d.experts // 2 or 1))} groups"
+        raise _of_experts("router_groups", "the experts cannot be grouped", why, fix)
+    if d.groups_per_token > d.router_groups:
+        why = f"it is {d.groups_per_token}, and there are {d.router_groups} groups"
+        raise _of_experts(
+            "groups_per_token", "a token cannot choose more groups than there are", why, "lower it"
+        )
+    reach = d.experts // d.router_groups * d.groups_per_token
+    if d.experts_per_token > reach:
+        why = f"it is {d.experts_per_token}, and a token can choose from {reach}"
+        raise _of_experts(
+            "experts_per_token", "a token cannot choose so many experts", why, f"use at most {reach}"
+        )
+
+
+def _of_experts(key: str, what: str, why: str, fix: str) -> RecipeError:
+    return RecipeError(what, where=f"model.{key}", why=why, fix=fix)
 
 
 def _divisor_near(number: int, wanted: int) -> int:

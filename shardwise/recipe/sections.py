@@ -8,11 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shardwise.recipe.data_sections import DataSpec as DataSpec
 from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
 from shardwise.recipe.data_sections import brings_tokenizer
+from shardwise.recipe.model_section import Dimension
+from shardwise.recipe.model_section import ModelSpec as ModelSpec
 from shardwise.recipe.objective import ObjectiveSpec as ObjectiveSpec
 from shardwise.recipe.objective import PlanSpec as PlanSpec
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
@@ -22,7 +24,6 @@ from shardwise.recipe.section import (
     Count,
     ObjectName,
     RecipeText,
-    Scalar,
     Section,
     TrackerName,
     words,
@@ -34,7 +35,6 @@ from shardwise.recipe.stability import LossScaleSpec as LossScaleSpec
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Alpha: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
 Index: TypeAlias = Annotated[int, Field(ge=0, le=10_000)]
-Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]
 V = TypeVar("V")
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -105,46 +105,6 @@ def steps_of(share: float, steps: int) -> int:
     The product is first rounded to 6 decimals: 0.07 of 100 is 7, but a little more in binary.
     """
     return math.ceil(round(share * steps, 6)) if share < 1 else int(share)
-
-
-class ModelSpec(Section):
-    """The model: a preset, a Hugging Face model, a factory function, or dimensions alone."""
-
-    preset: RecipeText | None = None
-    """named dimensions of the native decoder; a dimension that is also given overrides the preset's"""
-    hf: RecipeText | None = None
-    """folder or Hub id of a language model in Hugging Face format"""
-    objective: Literal["causal", "masked", "seq2seq"] = "causal"
-    """training objective of a model of hf: causal (the next token), masked (BERT: 15 % of the tokens are hidden) or
-    seq2seq (T5: a completion, from the prompt in the encoder)"""
-    dropout: bool = False
-    """train a model of hf with the dropout that its config.json asks for; false trains without"""
-    factory: ObjectName | None = None
-    """package.module:function that returns an nn.Module and its loss"""
-    arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
-    """keyword arguments of the factory"""
-    family: Literal["llama", "qwen3", "gpt2"] | None = None
-    """architecture of the native decoder"""
-    layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """number of transformer blocks"""
-    width: Dimension | None = None
-    """hidden size: the width of the residual stream"""
-    heads: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """attention heads; the width must be a multiple, unless head_dim is given"""
-    head_dim: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """dimension of an attention head; default: width / heads"""
-    kv_heads: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """key/value heads (grouped-query attention); heads must be a multiple"""
-    ffn: Dimension | None = None
-    """intermediate size of the feed-forward network (MLP)"""
-    vocab: Dimension | None = None
-    """vocabulary size"""
-    context: Count | None = None
-    """maximum sequence length of the model"""
-    tied: bool | None = None
-    """whether the output head shares the embedding's weight"""
-    rope_theta: Annotated[float, Field(gt=0, le=1e12)] | None = None
-    """base of the rotary position embedding (RoPE)"""
 
 
 class ScalingSpec(Section):

@@ -33,12 +33,24 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
 }
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_published_parameter_counts(name: str, count: int) -> None:
     assert PRESETS[name].parameters == count
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.2), ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.2)],
+)
+def test_published_active_parameters(name: str, billions: float) -> None:
+    assert PRESETS[name].active_parameters == pytest.approx(billions * 1e9, rel=0.003)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -82,6 +94,18 @@ def test_dimensions_alone() -> None:
         ({"layers": 2, "width": 64, "heads": 4, "kv_heads": 3}, "model.kv_heads", "use 2 kv_heads"),
         ({"layers": 2, "width": 12, "heads": 4}, "model.heads", "even head dimension"),
         ({"preset": "qwen3-8b", "head_dim": 5}, "model.head_dim", "even head dimension"),
+        ({"preset": "tiny", "expert_ffn": 64}, "model.expert_ffn", "the model has no experts"),
+        ({"preset": "gpt2-124m", "experts": 4}, "model.experts", "a block of gpt2 has none"),
+        ({"preset": "tiny", "experts": 4, "dense_layers": 2}, "model.dense_layers", "no layer has experts"),
+        ({"preset": "tiny", "experts": 6, "router_groups": 4}, "model.router_groups", "use 3 groups"),
+        ({"preset": "tiny", "experts": 6, "router_groups": 6}, "model.router_groups", "use 3 groups"),
+        ({"preset": "tiny", "experts": 6, "groups_per_token": 2}, "model.groups_per_token", "lower it"),
+        ({"preset": "tiny", "experts": 6, "experts_per_token": 7}, "model.experts_per_token", "at most 6"),
+        (
+            {"preset": "tiny", "experts": 6, "router_groups": 3, "experts_per_token": 3},
+            "model.experts_per_token",
+            "use at most 2",
+        ),
         ({"layers": 1, "width": 9_999_991, "heads": 99_999}, "model.heads", "use 1 heads"),
     ],
 )

@@ -14,21 +14,18 @@ number of targets. The model's own function computes it; padding is left out, as
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.runtime.parallel.vocabulary import IGNORED
+from shardwise.model.mixture import filled_tokens
+from shardwise.runtime.grouped_products import has_grouped_products, plan_grouped_products
 
 _EXPERTS = "shardwise"
 """Name of ``_experts_forward`` among transformers' implementations."""
-_ALIGNMENT = 16
 _FUNCTION = "load_balancing_loss_func"
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
@@ -38,44 +35,15 @@ def experts_implementation() -> str:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_forward)
-    _grouped_products_of_any_dtype()
+    plan_grouped_products()
     return _EXPERTS
-
-
-@cache
-def _grouped_products_of_any_dtype() -> torch.library.Library:
-    """Let fake tensors of every dtype pass ``aten._grouped_mm``, as its kernels do since torch 2.10.
-
-    torch's own rule for fake tensors refuses all dtypes but bf16. The library keeps its kernel while it lives.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
-    return library
-
-
-def _grouped_product(
-    left: Tensor,
-    right: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The result's shape. Groups divide the rows of ``left``, the columns of ``right``, or what both sum over."""
-    shape = [left.shape[-2], right.shape[-1]]
-    if left.dim() == right.dim():
-        shape.insert(0, left.shape[0] if left.dim() == 3 or offs is None else offs.shape[0])
-    return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
 def _experts_forward(experts: nn.Module, *args: Any, **named: Any) -> Tensor:
     from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
     matrices = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
-    # The kernel reads rows in vectors of 16 bytes. fp64 has no kernel at all.
-    aligned = all(size * p.element_size() % _ALIGNMENT == 0 for p in matrices for size in p.shape[1:])
-    grouped = aligned and all(p.dtype != torch.float64 for p in matrices)
+    grouped = has_grouped_products(matrices)
     forward = grouped_mm_experts_forward if grouped else batched_mm_experts_forward
     return cast("Tensor", forward(experts, *args, **named))
 
@@ -99,7 +67,7 @@ def router_losses(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
     if module is None:
         yield losses
         return
-    original, filled = getattr(module, _FUNCTION), _filled_tokens(labels)
+    original, filled = getattr(module, _FUNCTION), filled_tokens(labels)
 
     def recorded(gate_logits: Any, *args: Any) -> Any:
         """Every model passes its attention mask last; it has none here."""
@@ -126,10 +94,3 @@ def router_coefficient(model: nn.Module, config: Any) -> float:
         why=f"config.json sets output_router_logits, and {type(model).__name__} has no {_COEFFICIENTS[0]}",
         fix=f"set {_COEFFICIENTS[0]}, or output_router_logits: false",
     )
-
-
-def _filled_tokens(labels: Tensor) -> Tensor:
-    """1 for the tokens up to a row's last target, else 0, [b, s]; all 1 if there is no target at all."""
-    valid = labels != IGNORED
-    filled = valid.flip(1).cumsum(1).flip(1) > 0  # whether a target is here or behind
-    return (filled | ~valid.any()).to(torch.int64)

@@ -1,0 +1,233 @@
+"""Mixtures of experts: a router sends every token to a few of many feed-forward networks.
+
+    logits = W x; scores = softmax or sigmoid of logits, in fp32
+    chosen: the k experts of the highest score (+ bias), within the best groups of experts
+    weights: the chosen scores, normalised or not, times a scale
+    out = sum over chosen e of weight_e down_e(silu(gate_e x) * up_e x), + a shared expert that every token goes to
+
+The experts' matrices are two parameters of three dimensions, in the layout of transformers 5. Rows are sorted by
+expert, so one kernel multiplies all groups (runtime/grouped_products.py). The weight of a choice multiplies the inner
+activations, which are narrower than the result and are kept in any case. No operation depends on a value or adds in an
+order that varies.
+
+Where that kernel is missing (fp64, odd widths), every expert computes every token: experts / k times the FLOPs, and
+5 E m numbers kept per token instead of (h + 5 m) k. Refused: a copy of an expert's weights per token (transformers'
+``batched_mm``), which is larger still for all but narrow experts.
+
+Auxiliary losses, each the sum over the mixtures of a model (``Router.losses``):
+
+    balance   E sum_e f_e P_e; f_e, P_e: the mean number of choices and the mean score of an expert (Fedus et al. 2021)
+    z         mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906, equation 5)
+
+Legend: t tokens, k experts per token, n = t k rows, h width, m inner width, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.recipe.presets import Dimensions
+from shardwise.runtime.grouped_products import grouped_linear, has_grouped_products, plan_grouped_products
+from shardwise.runtime.parallel.vocabulary import IGNORED
+
+_noted: ContextVar[list[tuple[Router, Tensor]] | None] = ContextVar("router_logits", default=None)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, experts, and a shared expert if there is one. [b, s, h] -> [b, s, h]."""
+
+    def __init__(self, dimensions: Dimensions, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate = Router(dimensions)
+        self.experts = Experts(dimensions)
+        self.shared_experts = shared
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        out: Tensor = self.experts(tokens, *self.gate(tokens)).view_as(hidden)
+        return out if self.shared_experts is None else out + self.shared_experts(hidden)
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token. [t, h] -> int64 [t, k], and weights [t, k] in the dtype of the tokens.
+
+    The bias balances without a loss: it changes what is chosen, not the weights (Wang et al. 2024, arXiv:2408.15664).
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        d = self.dimensions = dimensions
+        self.weight = nn.Parameter(torch.empty(d.experts, d.width))
+        self.register_buffer("e_score_correction_bias", torch.zeros(d.experts) if d.router_bias else None)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        d, logits = self.dimensions, F.linear(tokens, self.weight)
+        noted = _noted.get()
+        if noted is not None:
+            noted.append((self, logits))
+        scores = self._scores(logits)
+        index = self._chosen(scores)
+        weights = scores.gather(-1, index)
+        if d.normalized_weights:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        return index, (weights * d.router_scale).to(tokens.dtype)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        precise = _precise(logits)
+        return precise.softmax(-1) if self.dimensions.router == "softmax" else precise.sigmoid()
+
+    @torch.no_grad()
+    def _chosen(self, scores: Tensor) -> Tensor:
+        d, bias = self.dimensions, self.e_score_correction_bias
+        by = scores if bias is None else scores + bias
+        if (
+            d.router_groups > 1
+        ):  # a group counts with its two best experts (DeepSeek-AI 2024, arXiv:2412.19437)
+            grouped = by.unflatten(-1, (d.router_groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(d.groups_per_token, dim=-1).indices
+            out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            by = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(-2)
+        return by.topk(d.experts_per_token, dim=-1).indices
+
+    def losses(self, logits: Tensor, filled: Tensor) -> Tensor:
+        """The auxiliary losses of one forward pass, times their coefficients; a scalar.
+
+        Args:
+            logits: [t, E]. filled: 1 for tokens, 0 for padding, [t].
+        """
+        d, precise = self.dimensions, _precise(logits)
+        scores = self._scores(logits)
+        mask = filled.to(scores.dtype)
+        chosen = torch.zeros_like(scores).scatter(-1, self._chosen(scores), 1.0)
+        shares = scores if d.router == "softmax" else scores / scores.sum(-1, keepdim=True)
+        load, score = (mask @ chosen) / mask.sum(), (mask @ shares) / mask.sum()
+        z = (precise.logsumexp(-1).square() @ mask) / mask.sum()
+        return d.balance_loss * d.experts * (load * score).sum() + d.z_loss * z
+
+
+@contextmanager
+def router_logits() -> Iterator[list[tuple[Router, Tensor]]]:
+    """The routers that run within the block, with their logits [t, E].
+
+    Blocks that run again for the backward pass do so after it, so what is computed from the logits runs once.
+    """
+    noted: list[tuple[Router, Tensor]] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def filled_tokens(labels: Tensor) -> Tensor:
+    """1 for the tokens up to a row's last target, else 0, [b, s]; all 1 if there is no target at all."""
+    valid = labels != IGNORED
+    filled = valid.flip(1).cumsum(1).flip(1) > 0  # whether a target is here or behind
+    return (filled | ~valid.any()).to(torch.int64)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class Experts(nn.Module):
+    """Feed-forward networks (SwiGLU), each for the tokens that chose it.
+
+    The contract is that of transformers' experts modules, so tensor and expert parallelism treat both alike: they
+    replace the parameters by those of some experts, and set both attributes. Then an index equal to ``num_experts``
+    stands for an expert of another rank. Its part of the result is 0, and so are its gradients.
+    """
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        d = dimensions
+        self.num_experts = d.experts
+        self._is_expert_parallel = False
+        self.gate_up_proj = nn.Parameter(torch.empty(d.experts, 2 * d.expert_width, d.width))
+        self.down_proj = nn.Parameter(torch.empty(d.experts, d.width, d.expert_width))
+        plan_grouped_products()
+
+    def forward(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """[t, h] from tokens [t, h], experts int64 [t, k] and weights [t, k]."""
+        if not has_grouped_products((self.gate_up_proj, self.down_proj)):
+            return self._by_all(tokens, index, weight)
+        absent = index >= self.num_experts if self._is_expert_parallel else None
+        by_expert, order = index.flatten().sort(stable=True)
+        numbers = torch.arange(self.num_experts, device=index.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+        rows = order.argsort().view_as(index)
+        gate_up = grouped_linear(_Dispatched.apply(tokens, order, rows, absent), self.gate_up_proj, ends)
+        weights = _Dispatched.apply(weight.reshape(-1, 1), order, rows.view(-1, 1), _column(absent))
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = grouped_linear(F.silu(gate) * up * weights, self.down_proj, ends)
+        result: Tensor = _Combined.apply(out, order, rows, absent)
+        return result
+
+    def _by_all(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """Every expert computes every token."""
+        numbers = torch.arange(self.num_experts, device=index.device)
+        chosen = index.unsqueeze(-1) == numbers  # [t, k, E]
+        if (
+            self._is_expert_parallel
+        ):  # rows without an expert here may have any values, which 0 does not cancel
+            tokens = tokens.masked_fill(~chosen.any(1).any(-1, keepdim=True), 0.0)
+        weights = torch.where(chosen, weight.unsqueeze(-1), 0.0).sum(1)  # [t, E]
+        gate_up = torch.einsum("th,emh->tem", tokens, self.gate_up_proj)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.einsum("tem,ehm->th", F.silu(gate) * up * weights.unsqueeze(-1), self.down_proj)
+
+
+def _column(absent: Tensor | None) -> Tensor | None:
+    return None if absent is None else absent.view(-1, 1)
+
+
+class _Dispatched(torch.autograd.Function):
+    """Tokens [t, d] as rows [n, d], one for each choice, sorted by expert.
+
+    ``order`` [n] has the choice of each row, ``rows`` [t, k] the row of each choice. The gradient of a token is the sum
+    of its rows'. It is written out because ``absent`` rows have none, and autograd's own adds with atomics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, absent)
+        return _to_rows(tokens, order, rows.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _to_tokens(grads[0], *ctx.saved_tensors), None, None, None
+
+
+class _Combined(torch.autograd.Function):
+    """Rows [n, d] added up to tokens [t, d]: the reverse of ``_Dispatched``."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, order: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.choices = rows.shape[1]
+        return _to_tokens(out, rows, absent)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return _to_rows(grads[0], order, ctx.choices), None, None, None
+
+
+def _to_rows(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+    return tokens.index_select(0, order // choices)
+
+
+def _to_tokens(out: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
+    chosen = out.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # [t, k, d]
+    if absent is not None:
+        chosen.masked_fill_(absent.unsqueeze(-1), 0.0)
+    return chosen.sum(1)
