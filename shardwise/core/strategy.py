@@ -266,6 +266,11 @@ class Axis:
     layers: str = field(default="", compare=False)
 
     @property
+    def divides_model(self) -> bool:
+        """Whether its ranks hold or compute different parts of the model, beside the data."""
+        return bool(self.layers) or not self.samples
+
+    @property
     def within_sample(self) -> bool:
         """Whether its ranks see parts of the same samples."""
         return self.tokens and not self.samples

@@ -177,7 +177,7 @@ def _free_settings(
 
 def _divides(technique: Technique, setting: Setting[Any], plan: Plan) -> bool:
     """Whether a setting is the degree of an axis that divides the model or the sequence, on several devices."""
-    if not isinstance(technique, Dividing) or any(axis.samples for axis in technique.axes):
+    if not isinstance(technique, Dividing) or not any(axis.divides_model for axis in technique.axes):
         return False
     if setting.kind is not int or plan.world_size == 1:
         return False

@@ -70,7 +70,7 @@ class Space:
 
     def mesh_of(self, strategy: Strategy) -> Mesh:
         layout = layout_of(strategy, self.cluster.world_size)
-        return tuple(layout.degree(axis.name) for axis in AXES if not axis.samples)
+        return tuple(layout.degree(axis.name) for axis in AXES if axis.divides_model)
 
     def moved(self, strategy: Strategy, origin: Strategy) -> Strategy:
         """The completion of an origin with the values of another origin's completion."""

@@ -60,7 +60,7 @@ def _divides(case: Case, degree: int) -> bool:
     inner, copies = case.ranks(lambda axis: axis.within_layer), case.strategy[REPLICATE]
     if case.strategy[ZERO_STAGE] == 0:
         copies = 1
-    experts = getattr(case.dimensions, "experts", 0)
+    experts = 0 if case.dimensions is None else case.dimensions.experts
     return degree % inner == 0 and case.data_ranks % (degree // inner * copies) == 0 and experts % degree == 0
 
 
@@ -70,7 +70,7 @@ def _nearest(case: Case) -> Mapping[str, object]:
 
 
 def _is_dense(case: Case) -> bool:
-    return case.dimensions is not None and getattr(case.dimensions, "experts", 0) == 0
+    return case.dimensions is not None and case.dimensions.experts == 0
 
 
 def _on(case: Case) -> bool:
