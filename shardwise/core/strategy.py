@@ -267,7 +267,7 @@ class Axis:
 
     @property
     def divides_model(self) -> bool:
-        """Whether its ranks hold or compute different parts of the model, beside the data."""
+        """Whether its ranks hold or compute different parts of the model."""
         return bool(self.layers) or not self.samples
 
     @property
