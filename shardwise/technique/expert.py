@@ -60,17 +60,13 @@ def _divides(case: Case, degree: int) -> bool:
     inner, copies = case.ranks(lambda axis: axis.within_layer), case.strategy[REPLICATE]
     if case.strategy[ZERO_STAGE] == 0:
         copies = 1
-    experts = 0 if case.dimensions is None else case.dimensions.experts
-    return degree % inner == 0 and case.data_ranks % (degree // inner * copies) == 0 and experts % degree == 0
+    whole = degree % inner == 0 and case.data_ranks % (degree // inner * copies) == 0
+    return whole and (case.experts or 0) % degree == 0
 
 
 def _nearest(case: Case) -> Mapping[str, object]:
     degrees = range(min(case.strategy[EXPERT_PARALLEL], case.world_size), 1, -1)
     return {"expert_parallel": next((degree for degree in degrees if _divides(case, degree)), 1)}
-
-
-def _is_dense(case: Case) -> bool:
-    return case.dimensions is not None and case.dimensions.experts == 0
 
 
 def _on(case: Case) -> bool:
@@ -81,7 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="expert_parallel",
         reason="the model has no experts",
-        broken=lambda case: _on(case) and _is_dense(case),
+        broken=lambda case: _on(case) and case.experts == 0,
         nearest=lambda case: {"expert_parallel": 1},
     ),
     Rule(
@@ -89,7 +85,7 @@ RULES: tuple[Rule, ...] = (
         reason="it must be a multiple of the ranks of sequence_parallel x tensor_parallel, divide the experts, and"
         " take whole groups of the data-parallel ranks of one copy",
         broken=lambda case: (
-            _on(case) and not _is_dense(case) and not _divides(case, case.strategy[EXPERT_PARALLEL])
+            _on(case) and case.experts != 0 and not _divides(case, case.strategy[EXPERT_PARALLEL])
         ),
         nearest=_nearest,
     ),
@@ -125,7 +121,7 @@ class ExpertParallel(Dividing):
 
     def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
         """Degrees within a node: every layer waits for the exchange."""
-        if setting is not EXPERT_PARALLEL or case.dimensions is None or _is_dense(case):
+        if setting is not EXPERT_PARALLEL or not case.experts:
             return ()
         degrees = range(2, (case.devices_per_node or case.world_size) + 1)
         plain = replace(case, strategy=case.strategy.with_values(expert_parallel=1))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Axis, Strategy
+from shardwise.recipe.experts import experts_of
 from shardwise.recipe.presets import Dimensions, dimensions_of
 from shardwise.recipe.sections import Recipe
 
@@ -42,6 +43,11 @@ class Case:
             return dimensions_of(model)
         except RecipeError:
             return None
+
+    @functools.cached_property
+    def experts(self) -> int | None:
+        """Experts in a layer; 0 for a dense model, None where it is not known before the model is loaded."""
+        return experts_of(self.recipe.model)
 
     def ranks(self, selects: Callable[[Axis], bool]) -> int:
         """The product of the degrees of the axes that ``selects`` names."""
