@@ -58,7 +58,7 @@ class MixtureOfExperts(nn.Module):
 class Router(nn.Module):
     """Chooses the experts of each token. [t, h] -> int64 [t, k], and weights [t, k] in the dtype of the tokens.
 
-    The bias balances without a loss: it changes what is chosen, not the weights (Wang et al. 2024, arXiv:2408.15664).
+    The bias balances without a loss: it changes the choice, not the weights (Wang et al. 2024, arXiv:2408.15664).
     """
 
     e_score_correction_bias: Tensor | None
@@ -118,7 +118,7 @@ class Router(nn.Module):
 def router_logits() -> Iterator[list[tuple[Router, Tensor]]]:
     """The routers that run within the block, with their logits [t, E].
 
-    Blocks that run again for the backward pass do so after it, so what is computed from the logits runs once.
+    Blocks that run again for the backward pass do so after it, so their logits are noted once.
     """
     noted: list[tuple[Router, Tensor]] = []
     token = _noted.set(noted)
