@@ -280,9 +280,12 @@ def models() -> str:
             tied = "yes" if d.tied else "no"
             own = replace(d, head_dim=d.head_width)
             numbers = (f"{getattr(own, size):,}" for size in sizes)
-            yield code(name), d.family, format_count(d.parameters), *numbers, tied
+            experts = f"{d.experts_per_token} of {d.experts}, {d.expert_width:,} wide" if d.experts else ""
+            counts = format_count(d.parameters), format_count(d.active_parameters)
+            yield code(name), d.family, *counts, *numbers, tied, experts
 
-    return table(("preset", "family", "parameters", *sizes, "tied"), rows(), "llrrrrrrrrr")
+    head = ("preset", "family", "parameters", "active", *sizes, "tied", "experts")
+    return table(head, rows(), "llrrrrrrrrrrll")
 
 
 def devices() -> str:

@@ -90,7 +90,30 @@ def test_stashed_weights_take_the_memory_they_were_planned(sync: bool, pool: Poo
     agrees(recipe, {**asked, MICRO_BATCH_SIZE.key: 1}, 4, pool)
 
 
-def agrees(recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool) -> DryRun:
+EXPERTS = {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 2048, "experts": 8}
+MORE = {"family": "qwen3", "experts": 16, "experts_per_token": 4, "expert_ffn": 256, "shared_ffn": 256}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (EXPERTS, {"zero_stage": 3}),
+        (EXPERTS | MORE | {"dense_layers": 1, "balance_loss": 0.01}, {"zero_stage": 2}),
+        pytest.param(EXPERTS, {"zero_stage": 1, "activation_checkpointing": "full"}, marks=pytest.mark.long),
+    ],
+)
+def test_mixtures_of_experts_take_the_memory_they_were_planned(
+    model: dict[str, Any], settings: dict[str, Any], pool: Pool
+) -> None:
+    """In fp32: in 16 bits the CPU's products keep half a MiB of code for each number of rows that an expert has had."""
+    recipe = ledger_recipe(2, {}, tokens=256, model=model)
+    run = agrees(recipe, {"precision": "fp32", MICRO_BATCH_SIZE.key: 4, **settings}, 2, pool, within=0.02)
+    assert run.peak.bytes > 300e6
+
+
+def agrees(
+    recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool, within: float = 0.05
+) -> DryRun:
     """Predicted peak against the operating system's figure, every rank; rank 0's prediction."""
     strategy, cluster = strategy_from(settings), cluster_of(recipe.cluster)
     assert layout_of(strategy, world_size).world_size == world_size
@@ -103,7 +126,7 @@ def agrees(recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool
         error = predicted / peak - 1
         if math.fabs(error) > KNOWN:
             pytest.fail(f"rank {rank} is off by {error:+.1%}, further than any known difference")
-        assert math.fabs(error) <= 0.05, (
+        assert math.fabs(error) <= within, (
             f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
         )
     return runs[0]

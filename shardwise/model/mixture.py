@@ -58,7 +58,7 @@ class MixtureOfExperts(nn.Module):
 class Router(nn.Module):
     """Chooses the experts of each token. [t, h] -> int64 [t, k], and weights [t, k] in the dtype of the tokens.
 
-    The bias balances without a loss: it changes what is chosen, not the weights (Wang et al. 2024, arXiv:2408.15664).
+    The bias balances without a loss: it changes the choice, not the weights (Wang et al. 2024, arXiv:2408.15664).
     """
 
     e_score_correction_bias: Tensor | None
@@ -118,7 +118,7 @@ class Router(nn.Module):
 def router_logits() -> Iterator[list[tuple[Router, Tensor]]]:
     """The routers that run within the block, with their logits [t, E].
 
-    Blocks that run again for the backward pass do so after it, so what is computed from the logits runs once.
+    Blocks that run again for the backward pass do so after it, so their logits are noted once.
     """
     noted: list[tuple[Router, Tensor]] = []
     token = _noted.set(noted)
@@ -147,6 +147,8 @@ class Experts(nn.Module):
     stands for an expert of another rank. Its part of the result is 0, and so are its gradients.
     """
 
+    act_fn = staticmethod(F.silu)
+
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
         d = dimensions
@@ -168,7 +170,7 @@ class Experts(nn.Module):
         gate_up = grouped_linear(_Dispatched.apply(tokens, order, rows, absent), self.gate_up_proj, ends)
         weights = _Dispatched.apply(weight.reshape(-1, 1), order, rows.view(-1, 1), _column(absent))
         gate, up = gate_up.chunk(2, dim=-1)
-        out = grouped_linear(F.silu(gate) * up * weights, self.down_proj, ends)
+        out = grouped_linear(self.act_fn(gate) * up * weights, self.down_proj, ends)
         result: Tensor = _Combined.apply(out, order, rows, absent)
         return result
 
@@ -183,7 +185,7 @@ class Experts(nn.Module):
         weights = torch.where(chosen, weight.unsqueeze(-1), 0.0).sum(1)  # [t, E]
         gate_up = torch.einsum("th,emh->tem", tokens, self.gate_up_proj)
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.einsum("tem,ehm->th", F.silu(gate) * up * weights.unsqueeze(-1), self.down_proj)
+        return torch.einsum("tem,ehm->th", self.act_fn(gate) * up * weights.unsqueeze(-1), self.down_proj)
 
 
 def _column(absent: Tensor | None) -> Tensor | None:

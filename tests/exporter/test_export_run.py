@@ -41,7 +41,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "family": "qwen3", "head_dim": 8},
     "gpt2": GPT2,
     "gpt2 untied": {**GPT2, "tied": False},
-}
+    "mixture of llama": {**LLAMA, "experts": 3},
+    "mixture of qwen3": {
+        **LLAMA, "family": "qwen3", "head_dim": 8, "experts": 4, "experts_per_token": 3, "expert_ffn": 16,
+        "dense_layers": 1, "normalized_weights": False,
+    },
+}  # fmt: skip
 
 
 def leave_run(folder: Path, values: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -121,6 +126,8 @@ CASES = [
     ("qwen3", "fp64"),
     ("gpt2", "fp64"),
     ("gpt2 untied", "fp32"),
+    ("mixture of llama", "fp32"),
+    ("mixture of qwen3", "fp32"),
 ]
 
 
@@ -177,6 +184,19 @@ def test_logits_are_those_of_our_model(
     expected, found = ours(runs[name], dtype), theirs(tmp_path / "out", dtype)
     assert found.dtype == dtype
     assert (found - expected).abs().max() <= near * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize("name", ["mixture of llama", "mixture of qwen3"])
+def test_files_of_mixtures_are_those_that_transformers_writes(
+    name: str, tmp_path: Path, runs: dict[str, Path]
+) -> None:
+    export_run(runs[name], tmp_path / "ours")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[stored], tensor) for stored, tensor in expected.items())
 
 
 @pytest.mark.parametrize("name", list(ADAPTED))
@@ -315,7 +335,9 @@ def test_models_that_transformers_cannot_say(tmp_path: Path) -> None:
     grouped = {"model": {**GPT2, "kv_heads": 2}, "data": {"sequence_length": 16}}
     wide = {"model": {**GPT2, "head_dim": 8}, "data": {"sequence_length": 16}}
     factory = {"model": {"factory": "tests.harness.dropping:dropped", "arguments": {"blocks": 2}}}
+    shared = {"model": {**LLAMA, "experts": 4, "shared_ffn": 8}, "data": {"sequence_length": 16}}
     for values, message in [
+        (shared, "(model.shared_ffn): its Mixtral has it at 0"),
         (grouped, "no grouped heads, and this model has 2 key/value heads for 4"),
         (wide, "heads of its GPT-2 are 24 / 4 wide, and this model's 8"),
         (factory, "it is user code, which no config.json describes"),

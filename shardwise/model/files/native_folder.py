@@ -1,6 +1,7 @@
-"""Writes the native decoder as a folder that transformers loads: its Llama, Qwen3 or GPT-2.
+"""Writes the native decoder as a folder that transformers loads: its Llama, Qwen3, Mixtral, Qwen3-MoE or GPT-2.
 
-The llama and qwen3 families have Hugging Face's own names. The gpt2 family becomes its GPT-2, which fuses queries, keys
+The llama and qwen3 families have Hugging Face's own names. Experts are written one by one, as in the released folders
+of Mixtral and Qwen3-MoE, which other programs read too. The gpt2 family becomes its GPT-2, which fuses queries, keys
 and values and stores weights transposed, [i, o] (``Conv1D``). transformers' GPT-2 has no grouped key/value heads, so a
 model with them is refused (repeated heads would train differently), and so are heads of another width.
 """
@@ -34,10 +35,12 @@ _GPT2_OUTSIDE = {
 
 def native_hf_folder(d: Dimensions, shapes: Mapping[str, TensorShape]) -> HFFolder:
     """The folder of a decoder with these dimensions and tensor shapes."""
+    if d.experts:
+        _require_known_mixture(d)
+        return HFFolder(_mixture_config(d), [_mixture_group(d, name, shapes[name]) for name in shapes])
     if d.rotates:
-        stored = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in shapes}
         return HFFolder(
-            _rotary_config(d), [unchanged_tensor(name, stored[name], shapes[name]) for name in shapes]
+            _rotary_config(d), [unchanged_tensor(name, _rotary_name(name), shapes[name]) for name in shapes]
         )
     if d.kv_heads != d.heads:
         raise RecipeError(
@@ -52,6 +55,59 @@ def native_hf_folder(d: Dimensions, shapes: Mapping[str, TensorShape]) -> HFFold
             why=f"heads of its GPT-2 are {d.width} / {d.heads} wide, and this model's {d.head_width}",
         )
     return HFFolder(_gpt2_config(d), list(_gpt2_groups(shapes)))
+
+
+def _rotary_name(name: str) -> str:
+    """The name of transformers' Llama."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _is_mixtral(d: Dimensions) -> bool:
+    return d.family == "llama"
+
+
+def _require_known_mixture(d: Dimensions) -> None:
+    """Raise RecipeError for a mixture that transformers has in neither class."""
+    plain: dict[str, Any] = {
+        "shared_ffn": 0,
+        "router": "softmax",
+        "router_groups": 1,
+        "router_scale": 1.0,
+        "router_bias": False,
+    }
+    if _is_mixtral(d):
+        plain |= {"dense_layers": 0, "normalized_weights": True}
+    for key, value in plain.items():
+        if getattr(d, key) != value:
+            raise RecipeError(
+                "this model cannot be written for transformers",
+                where=f"model.{key}",
+                why=f"its {'Mixtral' if _is_mixtral(d) else 'Qwen3-MoE'} has it at {str(value).lower()}",
+            )
+
+
+def _mixture_group(d: Dimensions, name: str, shape: TensorShape) -> TensorGroup:
+    """A tensor under its released name; of experts, one for each projection of each."""
+    mixtral, stored = _is_mixtral(d), _rotary_name(name)
+    if mixtral:
+        stored = stored.replace(".mlp.", ".block_sparse_moe.")
+    path, _, kind = stored.rpartition(".")
+    if len(shape) < 3:
+        return unchanged_tensor(name, stored, shape)
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    parts = (gate, up) if kind == "gate_up_proj" else (down,)
+    experts, rows, columns = shape
+    shapes = {
+        f"{path}.{number}.{part}.weight": (rows // len(parts), columns)
+        for number in range(experts)
+        for part in parts
+    }
+
+    def make(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        matrices = (part for matrix in tensors[0] for part in matrix.chunk(len(parts)))
+        return dict(zip(shapes, matrices, strict=True))
+
+    return TensorGroup((name,), shapes, make)
 
 
 def _gpt2_groups(shapes: Mapping[str, TensorShape]) -> Iterator[TensorGroup]:
@@ -105,6 +161,33 @@ def _rotary_config(d: Dimensions) -> dict[str, Any]:
         "mlp_bias": False,
         **_common_config(d),
     }
+
+
+def _mixture_config(d: Dimensions) -> dict[str, Any]:
+    """Of Mixtral or Qwen3-MoE. Both add the balance loss only where ``output_router_logits`` is set."""
+    known: dict[str, Any] = {
+        "num_experts_per_tok": d.experts_per_token,
+        "router_aux_loss_coef": d.balance_loss,
+    }
+    if _is_mixtral(d):
+        known |= {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": d.experts,
+            "intermediate_size": d.expert_width,
+            "sliding_window": None,
+        }
+    else:
+        known |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": d.experts,
+            "moe_intermediate_size": d.expert_width,
+            "norm_topk_prob": d.normalized_weights,
+            "mlp_only_layers": list(range(d.dense_layers)),
+            "decoder_sparse_step": 1,
+        }
+    return {**_rotary_config(d), **known}
 
 
 def _gpt2_config(d: Dimensions) -> dict[str, Any]:

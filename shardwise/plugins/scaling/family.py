@@ -34,7 +34,7 @@ def family_of(spec: ModelSpec) -> Dimensions:
     """The recipe's model as the pattern of its family.
 
     Raises:
-        RecipeError: the model is not a native decoder.
+        RecipeError: the model is not a native decoder, or it is a mixture of experts.
     """
     if spec.hf is not None or spec.factory is not None:
         raise RecipeError(
@@ -43,7 +43,15 @@ def family_of(spec: ModelSpec) -> Dimensions:
             why="a model of hf or factory has one size",
             fix="give model: {preset: NAME} or dimensions, whose family is searched",
         )
-    return dimensions_of(spec)
+    dimensions = dimensions_of(spec)
+    if dimensions.experts:
+        raise RecipeError(
+            "no family of sizes",
+            where="model.experts",
+            why="the laws are of dense models, and one of total parameters misjudges a mixture of experts",
+            fix="give a dense model of as many active parameters",
+        )
+    return dimensions
 
 
 def sizes(pattern: Dimensions) -> list[Dimensions]:

@@ -1,12 +1,13 @@
 """Experts of a mixture, divided over the ranks of a tensor-parallel group.
 
-    rank r holds the experts of its span, whole: the first dim of every weight of transformers' experts modules
+    rank r holds the experts of its span, whole: the first dim of every weight of an experts module
     x [t, h], index [t, k], weight [t, k]: equal on all ranks; each computes its own experts' part of the output
     out [t, h] = sum over ranks
 
-Index entries of other ranks' experts become the number of the rank's experts, which transformers' kernels leave out
-("expert parallelism" there), and their routing weight becomes 0. The gradients of ``x`` and of the routing weights are
-all-reduced, so the router's gradient is whole on every rank. No token is sent: ranks read the same ones.
+Index entries of other ranks' experts become the number of the rank's experts, which the modules leave out ("expert
+parallelism" in transformers), and their routing weight becomes 0. The gradients of ``x`` and of the routing weights are
+all-reduced, so the router's gradient is whole on every rank. No token is sent: ranks read the same ones. With shares of
+the sequence, tokens and choices are all-gathered, and the sums reduce-scattered.
 
 Refused: a share of every expert's width (``packed_colwise`` in transformers' plans). It shards gate and up
 projections, which are one matrix, by strides that no file and no other axis has.
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.shard_slices import local_part
-from shardwise.runtime.parallel.tp_collectives import TPGroup, copied, summed
+from shardwise.runtime.parallel.tp_collectives import TPGroup, copied, gathered, scattered, summed
 
-# Of transformers' experts modules: hidden states, indices of the chosen experts, and their weights.
+# Of an experts module: hidden states, indices of the chosen experts, and their weights.
 ARGUMENTS = 3
 
 
 def divisible_experts(module: nn.Module) -> bool:
-    """Whether this is an experts module of transformers whose own weights all have one entry per expert."""
+    """Whether this is an experts module whose own weights all have one entry per expert."""
     count = getattr(module, "num_experts", None)
     own = list(module.parameters(recurse=False))
     known = hasattr(module, "_is_expert_parallel") and bool(own)
@@ -44,14 +45,15 @@ class DividedExperts:
     ranks: TPGroup
     start: int
     stop: int
+    sequence_parallel: bool
 
     @classmethod
-    def of(cls, module: nn.Module, ranks: TPGroup) -> DividedExperts:
+    def of(cls, module: nn.Module, ranks: TPGroup, sequence_parallel: bool) -> DividedExperts:
         """Those of a module, which is told that it has fewer experts."""
         held: Any = module
         start, stop = ranks.span(held.num_experts)
         held.num_experts, held._is_expert_parallel = stop - start, True
-        return cls(ranks, start, stop)
+        return cls(ranks, start, stop, sequence_parallel)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(args) != ARGUMENTS:
@@ -62,13 +64,16 @@ class DividedExperts:
                 fix="the nearest that works is tensor_parallel: 1",
             )
         x, index, weight = args
+        if self.sequence_parallel:
+            index = self.ranks.all_gather(index)
+        entered = gathered if self.sequence_parallel else copied
         elsewhere = (index < self.start) | (index >= self.stop)
         here = (index - self.start).masked_fill(elsewhere, self.stop - self.start)
-        own = copied(weight, self.ranks).masked_fill(elsewhere, 0.0)
-        return copied(x, self.ranks), here, own
+        own = entered(weight, self.ranks).masked_fill(elsewhere, 0.0)
+        return entered(x, self.ranks), here, own
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        return summed(result, self.ranks)
+        return (scattered if self.sequence_parallel else summed)(result, self.ranks)
 
 
 @dataclass(eq=False)

@@ -64,7 +64,7 @@ _ENTERED = ("column", "logits", "gathered")
 """Layers with a collective on their input."""
 _REDUCED = ("row", "split")
 """Layers with a collective on their output."""
-_WHOLE_SEQUENCE = ("gathered", "split", "own", "experts", "tail")
+_WHOLE_SEQUENCE = ("gathered", "split", "own", "tail")
 """Layers that need whole sequences."""
 
 
@@ -237,7 +237,7 @@ def _register_hooks(
     if how == "vocabulary":
         around = VocabularyRows(ranks, sequence_parallel)
     elif how == "experts":
-        around = DividedExperts.of(layer, ranks)
+        around = DividedExperts.of(layer, ranks, sequence_parallel)
     if how in _ENTERED and column_input is not None:
         layer.register_forward_pre_hook(column_input.before)
     elif how in _REDUCED and column_input is not None:

@@ -47,3 +47,8 @@ def test_the_family_has_the_shapes_of_published_models() -> None:
 def test_a_model_of_one_size_has_no_family() -> None:
     with pytest.raises(RecipeError, match="no family of sizes"):
         family_of(ModelSpec(hf="meta-llama/Llama-3-8B"))
+
+
+def test_a_mixture_has_no_family() -> None:
+    with pytest.raises(RecipeError, match="dense model of as many active parameters"):
+        family_of(ModelSpec(preset="qwen3-30b-a3b"))
