@@ -27,6 +27,7 @@ from shardwise.core.answer import TELLS
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
 from shardwise.planner.counts import NotComposable
+from shardwise.planner.fragmentation import LearnedFragmentation
 from shardwise.planner.one_time import with_one_time_costs
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
@@ -34,12 +35,8 @@ from shardwise.planner.space import Mesh, Space, children
 from shardwise.planner.verdicts import Estimate
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
-    PARTS,
-    SETTINGS,
-    STATES,
     has_stages,
     stages_of,
-    within,
     without_stages,
 )
 
@@ -57,11 +54,6 @@ BEST_MESHES = 2
 
 _FULL_PIPELINE = 4
 """Micro-batches for each pipeline stage, at least, that are compared with other meshes."""
-
-_LOST_BY_ALIKE, _LOST_BY_OTHERS = 0.9, 0.5
-"""What a strategy loses to fragmentation, relative to the least that failed ones with the same loss and recomputation
-lost, and to the least of all. Of Gemma-3-1B on 24 GB and of a 32B model in 8 tensor ranks, nine that failed had lost 21
-to 28 %, and alike ones differed by up to 6 % of that."""
 
 
 def choose_strategy(predictor: Predictor) -> Prediction:
@@ -92,7 +84,7 @@ class _Walk:
     Attributes:
         fitting: estimates of strategies that may fit, plainest first.
         failed: strategies that do not fit by their full dry runs, or are tight.
-        fragmentation: the least share that the allocator lost in failed strategies, by their activations and loss.
+        fragmentation: what the allocator lost in failed strategies.
         reference: seconds of the kernels of the first strategy's passes, for how many sequences of each rank.
         trials: origins with a trial that was faster than all before, and its estimate.
         composed: origins without pipeline stages all of whose completions were considered.
@@ -103,11 +95,13 @@ class _Walk:
     space: Space
     fitting: list[Estimate] = field(default_factory=list)
     failed: set[Strategy] = field(default_factory=set)
-    fragmentation: dict[tuple[Strategy, ...], float] = field(default_factory=dict)
     reference: tuple[float, float] | None = None
     trials: dict[Strategy, Estimate] = field(default_factory=dict)
     composed: list[Strategy] = field(default_factory=list)
     refused: RecipeError | None = None
+
+    def __post_init__(self) -> None:
+        self.fragmentation = LearnedFragmentation(self.predictor)
 
     def confirmed(self) -> Iterator[Prediction]:
         """Full predictions that fit, best first by their estimates."""
@@ -124,9 +118,9 @@ class _Walk:
                 exact = self.predictor.estimate(strategy)
                 fits = self.predictor.fits(exact)
                 if not fits or exact.retries:
-                    self._learn(full)
+                    self.fragmentation.learn(full)
                 if fits and exact.seconds <= most_seconds:
-                    yield full
+                    yield self._or_doubtful(full)
                 if not fits or exact.retries:
                     break  # without what costs seconds once, a strategy keeps no less
             self.failed.add(best.strategy)
@@ -134,26 +128,18 @@ class _Walk:
             self.trials.clear()
             self._walk()  # estimates are remembered
 
-    def _learn(self, full: Prediction) -> None:
-        """Remember what the allocator loses to fragmentation in a strategy that does not fit, or is tight."""
-        if full.run.replay is not None:
-            lost = full.run.replay.reserved / max(1, full.run.replay.allocated) - 1
-            key = self._kept(full.strategy)
-            self.fragmentation[key] = min(lost, self.fragmentation.get(key, math.inf))
-
-    def _kept(self, strategy: Strategy) -> tuple[Strategy, ...]:
-        plain = {s.key: s.default for s in SETTINGS if s.once or s is MICRO_BATCH_SIZE}
-        strategy = strategy.with_values(**plain)
-        return tuple(within(strategy, part) for part in PARTS if part != STATES)
-
-    def _fits(self, estimate: Estimate) -> bool:
-        """Whether an estimate fits, with the fragmentation of those that failed."""
-        own = self.fragmentation.get(self._kept(estimate.strategy))
-        least = min(self.fragmentation.values(), default=0.0)
-        lost = least * _LOST_BY_OTHERS if own is None else own * _LOST_BY_ALIKE
-        lost = 0.0 if estimate.exact else lost
-        needed = estimate.bytes + lost * estimate.tensors  # nothing is lost of the context's memory
-        return self.predictor.fits(estimate) and needed <= self.predictor.budget_bytes
+    def _or_doubtful(self, full: Prediction) -> Prediction:
+        """A faster strategy that only the fragmentation of others rules out, if it fits after all; else ``full``."""
+        limit = self._value(self.predictor.estimate(full.strategy)) * (1 - TELLS)
+        below = min((strategy[MICRO_BATCH_SIZE] for strategy in self.failed), default=1)
+        doubtful = self.fragmentation.doubtful_below(below)
+        least = next((estimate for estimate in doubtful if self._value(estimate) < limit), None)
+        if least is None:
+            return full
+        other = self.predictor.confirm(least.strategy)
+        exact = self.predictor.estimate(other.strategy)
+        fits = self.predictor.fits(exact) and not exact.retries and exact.seconds < full.step.seconds
+        return other if fits else full
 
     def _value(self, estimate: Estimate) -> float:
         return float(estimate.bytes) if self.predictor.by_memory else estimate.seconds
@@ -252,7 +238,7 @@ class _Walk:
             except RecipeError as error:
                 self.refused = self.refused or error
                 continue
-            if self._fits(estimate):
+            if self.fragmentation.allows(estimate):
                 return estimate if self._value(estimate) < self._least() * (1 + TELLS) else None
         return None
 
@@ -299,7 +285,7 @@ class _Walk:
                 self.refused = self.refused or error
                 continue
             bytes_, time = own.bytes / estimate.bytes, own.seconds / estimate.seconds
-            if self._fits(own):
+            if self.fragmentation.allows(own):
                 self.fitting.append(own)
 
     def _stage_estimates(self) -> list[Estimate]:
@@ -318,7 +304,7 @@ class _Walk:
         ]
         trials = [trial for trial in trials if trial not in self.failed and self.predictor.may_fit(trial)]
         self.predictor.count_ahead(trials)
-        return sorted(filter(self._fits, self._composed_stages(trials)), key=self._value)
+        return sorted(filter(self.fragmentation.allows, self._composed_stages(trials)), key=self._value)
 
     def _composed_stages(self, trials: Iterable[Strategy]) -> Iterator[Estimate]:
         for trial in trials:
@@ -380,7 +366,7 @@ class _Walk:
             estimate = self.predictor.estimate(trial, alone=alone)
             if self.reference is None and estimate.computing:
                 self.reference = estimate.computing, self._sequences(trial)
-            if self._fits(estimate):
+            if self.fragmentation.allows(estimate):
                 return estimate
         return None
 
@@ -392,7 +378,7 @@ class _Walk:
             if size >= best.strategy[MICRO_BATCH_SIZE] or trial in self.failed:
                 continue
             smaller = self.predictor.estimate(trial)
-            if not self._fits(smaller) or smaller.seconds >= best.seconds:
+            if not self.fragmentation.allows(smaller) or smaller.seconds >= best.seconds:
                 break
             best = smaller
         return best

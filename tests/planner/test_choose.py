@@ -14,6 +14,7 @@ from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner import predict
 from shardwise.planner.choose import TELLS, _Walk, choose_strategy
+from shardwise.planner.fragmentation import LearnedFragmentation
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.space import Space, children
@@ -222,10 +223,10 @@ def test_fragmentation_of_what_failed_ends_the_search_early(monkeypatch: pytest.
     pins: dict[str, Any] = {"devices": 8, "activation_checkpointing": "none", "micro_batch_size": 2}
     lossy(monkeypatch, 1.0)
     least = min(full.peak.bytes for full in confirmed(search(**pins)))
-    learn, chosen, made = _Walk._learn, [], []
+    learn, chosen, made = LearnedFragmentation.learn, [], []
     for learning in (True, False):
         predictor = search(1.02 * least / 2**20, **pins).predictor
-        monkeypatch.setattr(_Walk, "_learn", learn if learning else lambda *_: None)
+        monkeypatch.setattr(LearnedFragmentation, "learn", learn if learning else lambda *_: None)
         chosen.append(choose_strategy(predictor))
         assert fits(predictor, chosen[-1])
         made.append(len(predictor._predictions))
@@ -240,18 +241,35 @@ def test_fragmentation_is_that_of_the_same_recomputation_and_loss() -> None:
 
     def may_fit(strategy: Strategy, share: float, exact: bool = False) -> bool:
         size = int(share * of.predictor.budget_bytes)
-        return of._fits(Estimate(strategy, exact, size, size, 0, 1.0, {}))
+        return of.fragmentation.allows(Estimate(strategy, exact, size, size, 0, 1.0, {}))
 
     full = of.predictor.confirm(plain)
     assert full.run.replay is not None
     for reserved in (1300, 1200, 1400):
         replay = replace(full.run.replay, allocated=1000, reserved=reserved)
-        of._learn(replace(full, run=replace(full.run, replay=replay)))
+        of.fragmentation.learn(replace(full, run=replace(full.run, replay=replay)))
     for change in ({}, {"zero_stage": 3}, {"micro_batch_size": 1}, {"compile": "block"}):
         strategy = plain.with_values(**change)
         assert may_fit(strategy, 0.83) and not may_fit(strategy, 0.87) and may_fit(strategy, 0.99, exact=True)
     for change in ({"loss": "chunked"}, {"activation_checkpointing": "full"}, {"offload": "activations"}):
         assert may_fit(plain.with_values(**change), 0.9)
+
+
+def test_a_faster_strategy_that_only_fragmentation_rules_out_gets_a_dry_run() -> None:
+    """It is chosen if it fits after all: a smaller micro-batch may leave less fragmentation than the failed one."""
+    of = search(1000)
+    values = {"precision": "bf16", "micro_batch_size": 1, "zero_stage": 1}
+    slower, faster = (
+        of.predictor.confirm(strategy_from(values | {"activation_checkpointing": kind}))
+        for kind in ("full", "none")
+    )
+    assert faster.step.seconds < slower.step.seconds and of._or_doubtful(slower) is slower
+    estimate = replace(of.predictor.estimate(faster.strategy), exact=False, seconds=slower.step.seconds / 2)
+    of.fragmentation.doubtful[faster.strategy] = estimate
+    assert of._or_doubtful(slower) is slower, "no failed strategy had a larger micro-batch"
+    of.failed.add(faster.strategy.with_values(micro_batch_size=2))
+    assert of._or_doubtful(slower) is faster
+    assert of._or_doubtful(faster) is faster
 
 
 @pytest.mark.parametrize(("computing", "estimated"), [(0.95, False), (0.5, True)])
