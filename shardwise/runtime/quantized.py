@@ -48,6 +48,9 @@ NF4_LEVELS: tuple[float, ...] = (
 SCALE_BLOCK, GROUP = 64, 256
 """Values per scale, and scales per maximum."""
 
+_UNPACKED = 2**24
+"""Values of a stack that are unpacked at a time: 64 MiB in fp32."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -90,6 +93,34 @@ class Packing:
         """The values of some packed rows, fp32 [n]; those after the weight's end are zero."""
         values = _unpack_int8(packed) if self.kind == "int8" else _unpack_nf4(packed, self.group)
         return values.flatten()
+
+
+@dataclass(frozen=True)
+class StackPacking:
+    """The packed format of a stack of matrices [e, rows, columns]: [e, *shape of one], each packed on its own.
+
+    So a shard of whole matrices can be unpacked by itself.
+    """
+
+    matrix: Packing
+
+    def pack(self, stack: Tensor, part: slice) -> Tensor:
+        """Pack these matrices of a stack."""
+        whole = slice(0, self.matrix.shape[0])
+        return torch.stack([self.matrix.pack(weight, whole) for weight in stack[part]])
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """The matrices [e, rows, columns], some at a time: the way through fp32 takes no more than those."""
+        size = self.matrix.rows * self.matrix.columns
+        out = packed.new_empty((packed.shape[0], self.matrix.rows, self.matrix.columns), dtype=dtype)
+        for part, into in zip(*(t.split(max(1, _UNPACKED // size)) for t in (packed, out)), strict=True):
+            values = self.values_in(part).view(part.shape[0], -1)[:, :size]
+            into.copy_(values.view(into.shape))
+        return out
+
+    def values_in(self, packed: Tensor) -> Tensor:
+        """The values of some packed matrices, fp32 [n]; those after a matrix's end are zero."""
+        return self.matrix.values_in(packed.flatten(0, 1))
 
 
 class Unpacks(Protocol):

@@ -14,16 +14,15 @@ number of targets. The model's own function computes it; padding is left out, as
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.grouped import grouped_products_of_any_dtype
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
 _EXPERTS = "shardwise"
@@ -38,35 +37,8 @@ def experts_implementation() -> str:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_forward)
-    _grouped_products_of_any_dtype()
+    grouped_products_of_any_dtype()
     return _EXPERTS
-
-
-@cache
-def _grouped_products_of_any_dtype() -> torch.library.Library:
-    """Let fake tensors of every dtype pass ``aten._grouped_mm``, as its kernels do since torch 2.10.
-
-    torch's own rule for fake tensors refuses all dtypes but bf16. The library keeps its kernel while it lives.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
-    return library
-
-
-def _grouped_product(
-    left: Tensor,
-    right: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The result's shape. Groups divide the rows of ``left``, the columns of ``right``, or what both sum over."""
-    shape = [left.shape[-2], right.shape[-1]]
-    if left.dim() == right.dim():
-        shape.insert(0, left.shape[0] if left.dim() == 3 or offs is None else offs.shape[0])
-    return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
 def _experts_forward(experts: nn.Module, *args: Any, **named: Any) -> Tensor:
