@@ -103,6 +103,32 @@ class AdaptedExperts(nn.Module):
         """Names of the two stacks."""
         return next(names for names in _LAYOUTS if names[0] in self._parameters)
 
+    def add_adapter(self, name: str, rank: int, scale: float, dtype: torch.dtype) -> None:
+        """Give a stack an adapter with undefined values."""
+        experts, rows, columns = stack_shape(self, name)
+        device = next(self.parameters()).device
+        self.scales[name] = scale
+        for end, shape in ((EXPERT_A, (experts, rank, columns)), (EXPERT_B, (experts, rows, rank))):
+            self.register_parameter(name + end, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+
+    def pack(self, name: str, quantize: str) -> None:
+        """Replace a stack by a packed one with undefined values."""
+        packing = Packing(quantize, *stack_shape(self, name)[1:])
+        experts, device = self.num_experts, self.get_parameter(name).device
+        codes = torch.empty(experts, *packing.shape, dtype=torch.uint8, device=device)
+        self.register_parameter(name + EXPERT_PACKED, nn.Parameter(codes, requires_grad=False))
+        self.packings[name] = StackPacking(packing)
+        self._parameters[name] = None
+
+
+def stack_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
+    """[E, o, i] of a stack of an experts module, packed or not."""
+    if isinstance(module, AdaptedExperts) and (how := module.packings.get(name)) is not None:
+        experts = module.get_parameter(name + EXPERT_PACKED).shape[0]
+        return experts, how.matrix.rows, how.matrix.columns
+    experts, rows, columns = module.get_parameter(name).shape
+    return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
+
 
 @cache
 def _adapted_class(kind: Any) -> type[nn.Module]:
@@ -118,26 +144,25 @@ def adapt_experts(
     Args:
         path: of the module. targets: paths of stacks. quantize: none, nf4 or int8.
     """
-    names = adaptable_stacks(module)
-    grouped_products_of_any_dtype()
-    kind: Any = type(module)
-    module.__class__ = _adapted_class(kind)
-    assert isinstance(module, AdaptedExperts)
-    module.dropout, module.scales, module.packings = spec.dropout, {}, {}
-    for name in names:
-        weight, stack = module.get_parameter(name), f"{path}.{name}"
-        experts, rows, columns = (weight.transpose(1, 2) if module.transposed else weight).shape
+    experts = as_adapted(module)
+    experts.dropout = spec.dropout
+    for name in experts.stacks:
+        stack, dtype = f"{path}.{name}", experts.get_parameter(name).dtype
         if quantize != "none":
-            packing = Packing(quantize, rows, columns)
-            codes = torch.empty(experts, *packing.shape, dtype=torch.uint8, device=weight.device)
-            module.register_parameter(name + EXPERT_PACKED, nn.Parameter(codes, requires_grad=False))
-            module.packings[name] = StackPacking(packing)
-            module._parameters[name] = None
+            experts.pack(name, quantize)
         if stack in targets:
-            rank, _ = spec.strength(stack)
-            module.scales[name] = spec.scale(stack)
-            for end, shape in ((EXPERT_A, (experts, rank, columns)), (EXPERT_B, (experts, rows, rank))):
-                module.register_parameter(name + end, nn.Parameter(weight.new_empty(shape)))
+            experts.add_adapter(name, spec.strength(stack)[0], spec.scale(stack), dtype)
+
+
+def as_adapted(module: nn.Module) -> AdaptedExperts:
+    """The module itself, which computes as ``AdaptedExperts`` from now on, without adapters yet."""
+    if not isinstance(module, AdaptedExperts):
+        kind: Any = type(module)
+        module.__class__ = _adapted_class(kind)
+        assert isinstance(module, AdaptedExperts)
+        module.dropout, module.scales, module.packings = 0.0, {}, {}
+        grouped_products_of_any_dtype()
+    return module
 
 
 def adaptable_stacks(module: nn.Module) -> tuple[str, ...]:
