@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, Repetition, SampleShapes, repetition_of
-from shardwise.model.expert_lora import expert_stacks
+from shardwise.model.expert_lora import AdaptedExperts, expert_stacks
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
 from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
@@ -298,7 +298,9 @@ class AdaptedModel(Blueprint):
 
     @torch.no_grad()
     def rehearse_fill(self, model: nn.Module) -> None:
-        if self.spec.loftq_iterations:
+        # A block of a mixture in fp32 is much; of another model it is less than a step takes.
+        mixtures = [module for module in model.modules() if isinstance(module, AdaptedExperts)]
+        if self.spec.loftq_iterations or any(module.packings for module in mixtures):
             rehearse_packed(model, self.spec.loftq_iterations)
 
     def base_fingerprint(self, model: nn.Module) -> str | None:

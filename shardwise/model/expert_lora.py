@@ -39,7 +39,7 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of an experts module's stacks, in the order in which modules define them."""
 _LAYOUTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 EXPERT_A, EXPERT_B, EXPERT_PACKED = "_lora_A", "_lora_B", "_packed"
-"""Ends of the names of the parameters that a stack gets beside it."""
+"""Ends of the names of the parameters that a stack gets."""
 
 _ADAPTER = re.compile(rf"(.+\.)?({'|'.join(EXPERT_WEIGHTS)})({EXPERT_A}|{EXPERT_B})")
 

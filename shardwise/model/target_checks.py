@@ -1,4 +1,4 @@
-"""Keys of ``adapter`` that name no layer of the model, or ask for what a layer cannot have, are refused."""
+"""Keys of ``adapter`` that name no layer of the model, or that its layers cannot have, are refused."""
 
 from __future__ import annotations
 

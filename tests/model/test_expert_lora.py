@@ -328,7 +328,7 @@ def test_our_files_in_peft(family: str, values: dict[str, Any], tmp_path: Path) 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["experts.down_proj"]], ids=["both", "one"])
 def test_pefts_files_here(family: str, names: list[str], tmp_path: Path) -> None:
-    """Bare names of parameters, as PEFT's conversion of older configs writes them, and linear layers besides."""
+    """Bare names of parameters, as PEFT's conversion of older configs writes them, and a linear layer."""
     peft = pytest.importorskip("peft")
     save_tiny(family, tmp_path / "base")
     config = peft.LoraConfig(
