@@ -227,6 +227,7 @@ OTHERS_PRIVATE = {
     "_exit": "os",
     "_fingerprint": "datasets: what a data set holds",
     "_init_weights": "transformers: documented for authors of models",
+    "_apply_gate": "transformers: the activation of an experts module",
     "_is_expert_parallel": "transformers: an experts module that holds some of the experts",
     "_is_hf_initialized": "transformers: documented for authors of models",
     "_no_split_modules": "transformers: the blocks of a model",

@@ -110,7 +110,7 @@ def open_run(
         merged = Merged(blueprint.build(), weights.read, with_adapters=not base)
     float_dtype = EXPORT_DTYPES[dtype or precision_of(weights.strategy)]
     contents = _contents_of_run(recipe, blueprint, weights, merged, float_dtype)
-    plain = base_of(recipe) if merged.layers or base else blueprint
+    plain = base_of(recipe) if merged.weights or base else blueprint
     return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
 
 
@@ -190,7 +190,7 @@ def export_run(
         return write_weights(recipe, chosen_checkpoint(folder, which), target, own), None
     run = open_run(folder, dtype, base, which)
     written = write_model(target, run.contents)
-    if not run.merged.layers:
+    if not run.merged.weights:
         return written, None
     return written, compared(run.merged, (run.blueprint, run.weights.read), run.plain, run.contents.dtypes)
 
@@ -206,7 +206,7 @@ def compared(
 
     dtype = torch.float64 if torch.float64 in dtypes.values() else torch.float32
     found = max_logit_difference(adapted, (plain, rounded), dtype)
-    return Merge(len(merged.layers), tuple(sorted(merged.packings)), *found)
+    return Merge(len(merged.weights), tuple(sorted(merged.packings)), *found)
 
 
 def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:

@@ -7,7 +7,7 @@ them like any other layer. technique/adapter.py holds the rules for strategies.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, Repetition, SampleShapes, repetition_of
+from shardwise.model.expert_lora import AdaptedExperts, expert_stacks
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
 from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
-from shardwise.model.initial import fill_uniform
+from shardwise.model.initial import fill_stack, fill_uniform
 from shardwise.model.lora import (
     A,
     B,
@@ -29,9 +30,10 @@ from shardwise.model.lora import (
     is_adapter,
     linear_layers,
     packings_in,
-    require_targets,
+    side_of,
 )
 from shardwise.model.stage import Stage
+from shardwise.model.target_checks import require_targets
 from shardwise.model.unreached import matrices, percent, reach_in_words, reached_shares
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
@@ -43,6 +45,14 @@ from shardwise.runtime.quantization.as_parameter import StoredPacking
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's parameters by name; a shared one has all of its names."""
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _shortened(chosen: list[str], paths: list[str], parts: int) -> Collection[str]:
+    """The last parts of the chosen paths, if they match no others; else the paths."""
+    last = {".".join(path.split(".")[-parts:]) for path in chosen}
+    return (
+        last if [path for path in paths if ".".join(path.split(".")[-parts:]) in last] == chosen else chosen
+    )
 
 
 def _parameter_signature(block: nn.Module) -> tuple[object, ...]:
@@ -96,13 +106,13 @@ class AdaptedModel(Blueprint):
         """PEFT's config, with the shortest target names that match exactly these layers."""
         with torch.device("meta"):
             model = self.base.build()
-        linear = list(linear_layers(model, []))
+        linear, stacks = list(linear_layers(model, [])), list(expert_stacks(model, []))
         adapted = adapt(model, self.targetable(model), self.spec)
-        last = {path.rpartition(".")[2] for path in adapted}
-        meant = [path for path in linear if path.rpartition(".")[2] in last]
+        layers, experts = [[p for p in adapted if (p in stacks) == kind] for kind in (False, True)]
         transposed = any(layer.transposed for layer in model.modules() if isinstance(layer, LoraLinear))
         task = TASKS.get(self.objective or "")
-        return adapter_config(self.spec, last if meant == adapted else adapted, transposed, self.origin, task)
+        names = _shortened(layers, linear, 1), _shortened(experts, stacks, 2)
+        return adapter_config(self.spec, *names, transposed, self.origin, task)
 
     @property
     def depth(self) -> int | None:  # type: ignore[override]
@@ -217,39 +227,41 @@ class AdaptedModel(Blueprint):
         return sum(trained.values()), self.base.parameter_count(depth) - of_base
 
     def departures(self, bits: int) -> tuple[str, ...]:
-        beyond, packed, stays = self._reach
+        beyond, packed, stays, has_experts = self._reach
         notes = list(self.base.departures(bits))
         if beyond:
             named = reach_in_words(beyond, "the weights")
             notes.append(
-                f"{named} stay frozen in {bits} bits without an adapter: adapters are on linear layers"
+                f"{named} stay frozen in {bits} bits without an adapter: adapters are on linear layers and experts"
             )
         if packed and stays:
             named = reach_in_words(stays, "the weights")
             packs = "the model's folder" if self.spec.quantize == "none" else self.spec.quantize
+            experts = " and experts" if has_experts else ""
             notes.append(
-                f"{named} stay in {bits} bits: {packs} packs the blocks' linear layers, {percent(packed)}"
+                f"{named} stay in {bits} bits: {packs} packs the blocks' linear layers{experts}, {percent(packed)}"
             )
         return tuple(notes)
 
     @cached_property
-    def _reach(self) -> tuple[dict[str, float], float, dict[str, float]]:
-        """Shares of the weights: matrices that cannot be targets, packed layers, matrices that are not packed."""
+    def _reach(self) -> tuple[dict[str, float], float, dict[str, float], bool]:
+        """Shares of the weights: matrices that cannot be targets, packed ones, matrices that are not packed; and
+        whether experts are packed."""
         with torch.device("meta"):
             model = self.base.build()
         blocks, whole = self.targetable(model), sum(p.numel() for p in model.parameters())
-        linear = list(linear_layers(model, blocks))
-        packed = (
-            linear if self.spec.quantize != "none" else [path for path in linear if path in self.packings()]
+        linear, stacks = list(linear_layers(model, blocks)), list(expert_stacks(model, blocks))
+        mixtures = list(dict.fromkeys(path.rpartition(".")[0] for path in stacks))
+        packs = self.spec.quantize != "none"
+        packed = linear if packs else [path for path in linear if path in self.packings()]
+        packed_experts = mixtures if packs else []
+        beyond, stays = (
+            reached_shares(((matrix.owner, matrix.numel) for matrix in matrices(model, within, but)), whole)
+            for within, but in ((blocks, [*linear, *mixtures]), ([], [*packed, *packed_experts]))
         )
-        beyond = reached_shares(
-            ((matrix.owner, matrix.numel) for matrix in matrices(model, blocks, linear)), whole
-        )
-        weights = sum(model.get_submodule(path).get_parameter("weight").numel() for path in packed)
-        stays = reached_shares(
-            ((matrix.owner, matrix.numel) for matrix in matrices(model, [], packed)), whole
-        )
-        return beyond, weights / whole, stays
+        names = [f"{path}.weight" for path in packed] + (stacks if packs else [])
+        weights = sum(model.get_parameter(name).numel() for name in names)
+        return beyond, weights / whole, stays, bool(packed_experts)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return self.base.sample_shapes(sequence_length)
@@ -261,7 +273,7 @@ class AdaptedModel(Blueprint):
         return self.base.packing_obstacle(model)
 
     def rate_ratio(self, name: str) -> float:
-        return self.spec.learning_rate_ratio if f".{B}." in name else 1.0
+        return self.spec.learning_rate_ratio if side_of(name) == B else 1.0
 
     @torch.no_grad()
     def fill(self, model: nn.Module, seed: int) -> None:
@@ -271,9 +283,10 @@ class AdaptedModel(Blueprint):
         for name, parameter in named_parameters(model):
             if self.start is not None and parameter.requires_grad:
                 self.start.read_into(parameter, name)
-            elif f".{A}." in name:
-                fill_uniform(parameter, 1 / math.sqrt(parameter.shape[1]), seed, name)
-            elif f".{B}." in name:
+            elif (side := side_of(name)) == A:
+                fill = fill_uniform if parameter.dim() == 2 else fill_stack
+                fill(parameter, 1 / math.sqrt(parameter.shape[-1]), seed, name)
+            elif side == B:
                 local_part(parameter).zero_()
         fill_packed(model, self.base, seed, self.spec.loftq_iterations)
         if self.start is None:
@@ -285,7 +298,9 @@ class AdaptedModel(Blueprint):
 
     @torch.no_grad()
     def rehearse_fill(self, model: nn.Module) -> None:
-        if self.spec.loftq_iterations:
+        # A block of a mixture in fp32 is much; of another model it is less than a step takes.
+        mixtures = [module for module in model.modules() if isinstance(module, AdaptedExperts)]
+        if self.spec.loftq_iterations or any(module.packings for module in mixtures):
             rehearse_packed(model, self.spec.loftq_iterations)
 
     def base_fingerprint(self, model: nn.Module) -> str | None:

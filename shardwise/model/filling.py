@@ -11,44 +11,68 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.expert_lora import EXPERT_PACKED, AdaptedExperts, expert_adapter
 from shardwise.model.loftq import loftq
 from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear, row_norms
 from shardwise.runtime.parallel.shard_slices import canonical_name, gather, local_part, local_slices
 from shardwise.runtime.quantization.as_parameter import StoredPacking
-from shardwise.runtime.quantized import Packing
+from shardwise.runtime.quantized import Packing, StackPacking
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Remove adapters and packed weights from the model inside the context."""
-    hidden: list[tuple[FrozenLinear, dict[str, nn.Module | None], dict[str, nn.Parameter | None]]] = []
-    for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
+    hidden: list[tuple[nn.Module, dict[str, nn.Module | None], dict[str, nn.Parameter | None]]] = []
+    for layer in [m for m in model.modules() if isinstance(m, FrozenLinear | AdaptedExperts)]:
         modules = {name: layer._modules.pop(name) for name in (A, B) if name in layer._modules}
-        parameters = {
-            name: layer._parameters.pop(name)
-            for name in (PACKED_BASE, MAGNITUDE)
-            if name in layer._parameters
-        }
+        parameters = {name: layer._parameters.pop(name) for name in _added_parameters(layer)}
         hidden.append((layer, modules, parameters))
     try:
         yield
     finally:
-        for layer, modules, parameters in hidden:
-            layer._modules.update(modules)
-            layer._parameters.update(parameters)
+        for owner, modules, parameters in hidden:
+            owner._modules.update(modules)
+            owner._parameters.update(parameters)
+
+
+def _added_parameters(layer: FrozenLinear | AdaptedExperts) -> list[str]:
+    """Names of a layer's own parameters that the base does not know."""
+    if isinstance(layer, FrozenLinear):
+        return [name for name in (PACKED_BASE, MAGNITUDE) if name in layer._parameters]
+    return [name for name in layer._parameters if expert_adapter(name) or name.endswith(EXPERT_PACKED)]
+
+
+@dataclass(frozen=True)
+class _PackedWeight:
+    """A weight that the recipe packs.
+
+    Attributes:
+        name: canonical, of the plain weight. shape: of the plain weight [.., o, i].
+        transposed: whether the base has it as [.., i, o].
+        packed: the parameter. packing: its format.
+        layer: the linear layer that has it; None for experts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool
+    packed: Tensor
+    packing: Packing | StackPacking
+    layer: FrozenLinear | None
 
 
 @torch.no_grad()
 def fill_packed(model: nn.Module, base: Blueprint, seed: int, loftq_iterations: int = 0) -> None:
     """Write this rank's rows of every packed weight of an adapted ``base``, and of the adapters that LoftQ starts."""
     _fill_stored(model, base)
-    for layers in _packed_blocks(model):
-        _fill_block(layers, lambda tree: base.fill(tree, seed), loftq_iterations)
+    for weights in _packed_blocks(model):
+        _fill_block(weights, lambda tree: base.fill(tree, seed), loftq_iterations)
 
 
 @torch.no_grad()
@@ -56,34 +80,45 @@ def rehearse_packed(model: nn.Module, loftq_iterations: int = 0) -> None:
     """Allocate on fake tensors what ``fill_packed`` allocates for the largest block, without weights to read."""
     blocks = _packed_blocks(model)
     if blocks:
-        largest = max(blocks, key=lambda layers: sum(layer.packed.numel() for _, layer in layers))
+        largest = max(blocks, key=lambda weights: sum(weight.packed.numel() for weight in weights))
         _fill_block(largest, lambda tree: None, loftq_iterations)
 
 
-def _packed_blocks(model: nn.Module) -> list[list[tuple[str, FrozenLinear]]]:
-    """The layers that the recipe packs, with their names, by block."""
-    blocks: dict[str, list[tuple[str, FrozenLinear]]] = {}
+def _packed_blocks(model: nn.Module) -> list[list[_PackedWeight]]:
+    """The weights that the recipe packs, by block."""
+    blocks: dict[str, list[_PackedWeight]] = {}
     for path, layer in model.named_modules():
-        if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
-            name = canonical_name(f"{path}.")[:-1]
-            blocks.setdefault(_block_path(name), []).append((name, layer))
+        name = canonical_name(f"{path}.")[:-1]
+        for weight in _packed_weights(name, layer):
+            blocks.setdefault(_block_path(name), []).append(weight)
     return list(blocks.values())
 
 
+def _packed_weights(path: str, layer: nn.Module) -> Iterator[_PackedWeight]:
+    if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
+        shape = layer.out_features, layer.in_features
+        yield _PackedWeight(f"{path}.weight", shape, layer.transposed, layer.packed, layer.packing, layer)
+    elif isinstance(layer, AdaptedExperts):
+        for name, how in layer.packings.items():
+            packed = layer.get_parameter(name + EXPERT_PACKED)
+            shapes = packed.shape[0], how.matrix.rows, how.matrix.columns
+            yield _PackedWeight(f"{path}.{name}", shapes, layer.transposed, packed, how, None)
+
+
 def _fill_block(
-    layers: list[tuple[str, FrozenLinear]], fill: Callable[[nn.Module], None], loftq_iterations: int
+    weights: list[_PackedWeight], fill: Callable[[nn.Module], None], loftq_iterations: int
 ) -> None:
-    """Pack this rank's rows of the layers of a block, whose plain weights ``fill`` writes into a temporary module."""
+    """Pack this rank's rows of the weights of a block; ``fill`` writes the plain ones into a temporary module."""
     tree = nn.Module()
-    leaves = [_leaf(tree, name, layer) for name, layer in layers]
+    leaves = [_leaf(tree, weight) for weight in weights]
     fill(tree)
-    for (_, layer), leaf in zip(layers, leaves, strict=True):
-        assert isinstance(layer.packing, Packing)
-        plain = leaf.t() if layer.transposed else leaf
-        if loftq_iterations and isinstance(layer, LoraLinear):
-            plain = _start_adapter(layer, layer.packing, plain, loftq_iterations)
-        if (rows := local_slices(layer.packed)[0]).stop > rows.start:
-            local_part(layer.packed).copy_(layer.packing.pack(plain, rows))
+    for weight, leaf in zip(weights, leaves, strict=True):
+        plain = leaf.transpose(-2, -1) if weight.transposed else leaf
+        if loftq_iterations and isinstance(weight.layer, LoraLinear):
+            assert isinstance(weight.packing, Packing)
+            plain = _start_adapter(weight.layer, weight.packing, plain, loftq_iterations)
+        if (rows := local_slices(weight.packed)[0]).stop > rows.start:
+            local_part(weight.packed).copy_(weight.packing.pack(plain, rows))
 
 
 def _start_adapter(layer: LoraLinear, packing: Packing, weight: Tensor, iterations: int) -> Tensor:
@@ -126,17 +161,18 @@ def _block_path(name: str) -> str:
     return ".".join(parts[: ends[0] + 1]) if ends else name
 
 
-def _leaf(tree: nn.Module, path: str, layer: FrozenLinear) -> Tensor:
-    """Add an undefined plain weight for a layer to a module, under the layer's name."""
-    for part in path.split("."):
+def _leaf(tree: nn.Module, weight: _PackedWeight) -> Tensor:
+    """Add an undefined plain weight to a module, under its name."""
+    *path, name = weight.name.split(".")
+    for part in path:
         if part not in tree._modules:
             tree.add_module(part, nn.Module())
         tree = tree.get_submodule(part)
-    rows, columns = layer.out_features, layer.in_features
-    shape = (columns, rows) if layer.transposed else (rows, columns)
-    weight = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=local_part(layer.packed).device))
-    tree.register_parameter("weight", weight)
-    return weight
+    device = local_part(weight.packed).device
+    shape = (*weight.shape[:-2], *reversed(weight.shape[-2:])) if weight.transposed else weight.shape
+    plain = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
+    tree.register_parameter(name, plain)
+    return plain
 
 
 @torch.no_grad()

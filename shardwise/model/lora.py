@@ -10,7 +10,7 @@ also on those of W in the term (m / |W + scale · B A| - 1) · W x, as in PEFT: 
 
 An adapted layer keeps its names and adds linear layers with PEFT's names, ``q_proj.lora_A`` and ``q_proj.lora_B``. So
 weight files, seeds, tensor-parallel plans and checkpoints still match, and techniques shard A and B like other layers.
-A packed layer (quantized.py) has ``packed`` instead of ``weight``.
+A packed layer (quantized.py) has ``packed`` instead of ``weight``. Experts of a mixture: expert_lora.py.
 
 Refused: merging B A into W in every forward pass, which saves a full-size product per layer for the backward pass.
 """
@@ -24,8 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.core.errors import RecipeError
-from shardwise.recipe.sections import AdapterSpec, by_pattern
+from shardwise.model.expert_lora import (
+    EXPERT_A,
+    EXPERT_PACKED,
+    AdaptedExperts,
+    adapt_experts,
+    expert_adapter,
+    expert_stacks,
+)
+from shardwise.recipe.sections import AdapterSpec, Quantize
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.parallel.shard_slices import canonical_name, shared_names
 from shardwise.runtime.quantization.as_parameter import StoredPacking
@@ -40,7 +47,14 @@ PACKED_BASE = "packed"
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter, by canonical name, belongs to an adapter."""
-    return f".{A}." in name or f".{B}." in name or name.endswith(MAGNITUDE)
+    return side_of(name) is not None or name.endswith(MAGNITUDE)
+
+
+def side_of(name: str) -> str | None:
+    """A or B for a parameter, by canonical name, of one side of an adapter; else None."""
+    if (stack := expert_adapter(name)) is not None:
+        return A if stack[1] == EXPERT_A else B
+    return next((side for side in (A, B) if f".{side}." in name), None)
 
 
 class FrozenLinear(nn.Linear):
@@ -146,24 +160,36 @@ def row_norms(weight: Tensor) -> Tensor:
 def weights_in(model: nn.Module) -> int:
     """Global parameter count; a packed weight counts its logical elements."""
     layers = [layer for layer in model.modules() if isinstance(layer, FrozenLinear)]
-    packed = [(layer.packing, layer.packed.numel()) for layer in layers if layer.packing is not None]
+    packed = [
+        (layer.packing.rows * layer.packing.columns, layer.packed)
+        for layer in layers
+        if layer.packing is not None
+    ]
+    for module in model.modules():
+        if isinstance(module, AdaptedExperts):
+            for name, how in module.packings.items():
+                codes = module.get_parameter(name + EXPERT_PACKED)
+                packed.append((codes.shape[0] * how.matrix.rows * how.matrix.columns, codes))
     plain = sum(parameter.numel() for parameter in model.parameters())
-    return plain + sum(packing.rows * packing.columns - size for packing, size in packed)
+    return plain + sum(logical - codes.numel() for logical, codes in packed)
 
 
 def packings_in(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
     """Of each weight that the recipe packs: its name, that of the plain weight, and what unpacks some of its rows."""
-    return {
-        f"{path}.{PACKED_BASE}": (f"{path}.weight", layer.packing.values_in)
-        for path, layer in ((canonical_name(f"{path}.")[:-1], layer) for path, layer in model.named_modules())
-        if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing)
-    }
+    found: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
+    for path, layer in ((canonical_name(f"{path}.")[:-1], layer) for path, layer in model.named_modules()):
+        if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
+            found[f"{path}.{PACKED_BASE}"] = f"{path}.weight", layer.packing.values_in
+        elif isinstance(layer, AdaptedExperts):
+            for name, how in layer.packings.items():
+                found[f"{path}.{name}{EXPERT_PACKED}"] = f"{path}.{name}", how.values_in
+    return found
 
 
 # ---- which layers -----------------------------------------------------------------------------------------
 
-KEYWORDS = ("attention", "mlp", "all")
-"""Values of ``adapter.targets`` that mean linear layers of the blocks."""
+KEYWORDS = ("attention", "mlp", "experts", "all")
+"""Values of ``adapter.targets`` that mean linear layers, and stacks of experts, of the blocks."""
 
 
 def adapt(
@@ -172,17 +198,19 @@ def adapt(
     spec: AdapterSpec,
     packings: Mapping[str, StoredPacking] | None = None,
 ) -> list[str]:
-    """Freeze a model and add adapters to the target layers; returns their paths. Modules to save stay trained.
+    """Freeze a model and add adapters to the targets; returns their paths. Modules to save stay trained.
 
-    If the recipe quantizes, all linear layers of the blocks, or of the model without ``blocks``, are packed.
-    Those of ``packings`` are packed as the model's files store them.
+    If the recipe quantizes, all linear layers and experts of the blocks, or of the model without ``blocks``, are
+    packed. Those of ``packings`` are packed as the model's files store them.
     """
     stored = packings or {}
     model.requires_grad_(False)
     saved = saved_modules(model, spec)
     targets = target_layers(model, blocks, spec)
     paths = {path for path in linear_layers(model, blocks) if not _is_within(path, saved)}
-    for path in targets:
+    stacks = set(expert_stacks(model, []))
+    _adapt_mixtures(model, blocks, spec, targets, saved)
+    for path in [path for path in targets if path not in stacks]:
         quantize = spec.quantize if path in paths else "none"
         layer = model.get_submodule(path)
         model.set_submodule(path, LoraLinear(layer, spec, path, quantize, stored.get(path)))
@@ -195,14 +223,33 @@ def adapt(
     return targets
 
 
+def _adapt_mixtures(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    spec: AdapterSpec,
+    targets: Sequence[str],
+    saved: Sequence[str],
+) -> None:
+    """Add adapters to the target stacks of experts, and pack those of the blocks if the recipe quantizes."""
+    in_blocks, owners = set(expert_stacks(model, blocks)), dict[str, Quantize]()
+    for stack in expert_stacks(model, []):
+        packed = stack in in_blocks and not _is_within(stack, saved)
+        quantize: Quantize = spec.quantize if packed else "none"
+        if stack in targets or quantize != "none":
+            owners[stack.rpartition(".")[0]] = quantize
+    for owner, quantize in owners.items():
+        adapt_experts(model.get_submodule(owner), owner, targets, spec, quantize)
+
+
 def target_layers(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> list[str]:
-    """Paths of the layers that get an adapter: of the blocks by a keyword, of the whole model by name, as in PEFT."""
-    saved = saved_modules(model, spec)
-    return [
-        path
-        for path in linear_layers(model, blocks if spec.targets in KEYWORDS else [])
-        if is_targeted(path, spec.targets) and _transformed(path, spec) and not _is_within(path, saved)
-    ]
+    """Paths of the linear layers, and then of the stacks of experts, that get an adapter: of the blocks by a keyword,
+    of the whole model by name, as in PEFT."""
+    saved, within = saved_modules(model, spec), blocks if spec.targets in KEYWORDS else []
+    layers = [path for path in linear_layers(model, within) if is_targeted(path, spec.targets)]
+    for stack in expert_stacks(model, within):
+        if is_targeted(stack, spec.targets) or is_targeted(stack.rpartition(".")[0], spec.targets):
+            layers.append(stack)
+    return [path for path in layers if _transformed(path, spec) and not _is_within(path, saved)]
 
 
 def saved_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
@@ -236,75 +283,14 @@ def linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[str
             yield path
 
 
-def require_targets(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> None:
-    """Raise RecipeError for a key of the recipe that names no layer of the model. ``model`` is not adapted yet."""
-    names = spec.targets if isinstance(spec.targets, tuple) else (spec.targets,)
-    for target in names:
-        one = spec.model_copy(update={"targets": (target,) if isinstance(spec.targets, tuple) else target})
-        if not target_layers(model, blocks, one):
-            raise _no_target(model, blocks, target, one)
-    _require_saved(model, spec)
-    adapted = target_layers(model, blocks, spec)
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(spec, key):
-            if not any(by_pattern({pattern: True}, path, False) for path in adapted):
-                raise RecipeError(
-                    f"no adapted layer is {pattern!r}",
-                    where=f"adapter.{key}",
-                    why=f"the first is {adapted[0]}",
-                    fix="give a regular expression for the end of a path",
-                )
-
-
-def _no_target(model: nn.Module, blocks: Sequence[nn.Module], target: str, spec: AdapterSpec) -> RecipeError:
-    """The error for a target without a layer: it is shared, left out by another key, or unknown."""
-    paths = list(linear_layers(model, blocks))
-    why = f"their names are {', '.join(sorted({path.rpartition('.')[2] for path in paths}))}"
-    fix = "choose some of these names, or attention, mlp or all"
-    aliases = shared_names(model)
-    shared = [path for path, _ in model.named_modules() if f"{path}.weight" in aliases]
-    if any(is_targeted(path, spec.targets) for path in shared):
-        why, fix = "it shares its weight with the embedding", "leave it out, or give a base that is not tied"
-    elif target_layers(model, blocks, spec.model_copy(update={"layers_to_transform": None})):
-        why = f"layers_to_transform is {list(spec.layers_to_transform or ())}, and it is in none of these blocks"
-        fix = "number blocks from 0, and leave out layers outside of blocks"
-    elif not paths:
-        why = "there is no linear layer"
-    return RecipeError(
-        f"no linear layer of the model's blocks is {target!r}", where="adapter.targets", why=why, fix=fix
-    )
-
-
-def _require_saved(model: nn.Module, spec: AdapterSpec) -> None:
-    """Raise RecipeError for a module to save that the model lacks, that is tied, or that has adapters inside."""
-    aliases, paths = shared_names(model), [path for path, _ in model.named_modules()]
-    shared = aliases.keys() | aliases.values()
-    for name in spec.modules_to_save:
-        matches = [path for path in paths if path.endswith(name)]
-        module = model.get_submodule(matches[0]) if matches else nn.Module()
-        tensors = {
-            f"{path}.{key}" for path in matches for key, _ in model.get_submodule(path).named_parameters()
-        }
-        why, fix = "", "give the end of a module's path, such as lm_head"
-        if not matches or next(module.parameters(), None) is None:
-            why = "no module with weights has a path that ends so"
-        elif tensors & shared:
-            why = "it shares its weight, and a copy that is trained alone would untie the model"
-            fix = "save the base with tie_word_embeddings false and two weights first"
-        elif next(module.buffers(), None) is not None:
-            why, fix = "it has buffers, which change without being trained", "train its parts"
-        if why:
-            raise RecipeError(
-                f"{name!r} cannot be trained in full", where="adapter.modules_to_save", why=why, fix=fix
-            )
-
-
 def is_targeted(path: str, targets: str | tuple[str, ...]) -> bool:
     """Whether a layer is a target: by keyword, by the end of its path, or by a regular expression for the path."""
     if isinstance(targets, tuple):
         return any(path == name or path.endswith(f".{name}") for name in targets)
     if targets == "all":
         return True
+    if targets == "experts":
+        return "experts" in path.split(".")
     if targets in KEYWORDS:
         return _in_attention(path) == (targets == "attention")
     return re.fullmatch(targets, path) is not None

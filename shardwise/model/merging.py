@@ -1,6 +1,7 @@
 """Merging an adapter into its base weights, and unmerging it, one tensor at a time.
 
     lora   W' = W + scale · B A                  W = W' - scale · B A      with lora_bias also b' = b + scale · c
+           of every expert alike
     dora   W' = m / n · (W + scale · B A)        W = n / m · W' - scale · B A        n: the norms of the rows of the sum
 
 Computed in fp32, or fp64 for fp64 weights; the writer rounds the result. A merged layer is a plain linear layer, so
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError
+from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_PACKED, AdaptedExperts
 from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear
 
 ReadTensor = Callable[[str], Tensor]
@@ -43,9 +45,9 @@ class Merged:
         self._read, self._with_adapters = read, with_adapters
         self.norms: dict[str, Tensor] = {}
         self._frozen = {path: m for path, m in adapted.named_modules() if isinstance(m, FrozenLinear)}
-        for path in self.layers if with_adapters else ():
-            layer = adapted.get_submodule(path)
-            if isinstance(layer, LoraLinear) and layer.lora_B.bias is not None and layer.bias is None:
+        self._mixtures = {path: m for path, m in adapted.named_modules() if isinstance(m, AdaptedExperts)}
+        for path, layer in self._frozen.items():
+            if self._merges(layer) and layer.lora_B.bias is not None and layer.bias is None:
                 raise CheckpointError(
                     "this adapter cannot be merged",
                     where=path,
@@ -54,9 +56,12 @@ class Merged:
                 )
 
     @property
-    def layers(self) -> list[str]:
-        """Paths of the merged layers."""
-        return [path for path, layer in self._frozen.items() if self._merges(layer)]
+    def weights(self) -> list[str]:
+        """Names of the merged weights: of linear layers, and stacks of experts."""
+        if not self._with_adapters:
+            return []
+        stacks = [f"{path}.{name}" for path, mixture in self._mixtures.items() for name in mixture.scales]
+        return [f"{path}.weight" for path, layer in self._frozen.items() if self._merges(layer)] + stacks
 
     def _merges(self, layer: FrozenLinear) -> TypeGuard[LoraLinear]:
         return self._with_adapters and isinstance(layer, LoraLinear)
@@ -64,11 +69,15 @@ class Merged:
     @property
     def packings(self) -> set[str]:
         """Quantization formats of the weights: nf4, int8."""
-        return {layer.packing.kind for layer in self._frozen.values() if layer.packing is not None}
+        layers = {layer.packing.kind for layer in self._frozen.values() if layer.packing is not None}
+        stacks = {how.matrix.kind for m in self._mixtures.values() for how in m.packings.values()}
+        return layers | stacks
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
         path, _, last = name.rpartition(".")
+        if (mixture := self._mixtures.get(path)) is not None and last in mixture.stacks:
+            return self._read_stack(mixture, name, last)
         layer = self._frozen.get(path) if last in ("weight", "bias") else None
         if layer is None:
             return self._read(name)
@@ -87,6 +96,16 @@ class Merged:
                 weight = weight * (self._read(f"{path}.{MAGNITUDE}").to(norms) / norms).unsqueeze(1)
         return weight.t() if layer.transposed else weight
 
+    def _read_stack(self, mixture: AdaptedExperts, name: str, last: str) -> Tensor:
+        if (how := mixture.packings.get(last)) is not None:
+            packed = how.unpack(self._read(name + EXPERT_PACKED), torch.float32)
+            stack = packed.transpose(1, 2) if mixture.transposed else packed
+        elif last in mixture.scales and self._with_adapters:
+            stack = at_least_fp32(self._read(name))
+        else:
+            return self._read(name)
+        return plus_product(stack, mixture, name, self._read) if self._with_adapters else stack
+
 
 class Unmerged:
     """Reads the base's tensors from those of the merged model and the adapter, with the ``norms`` of ``Merged``."""
@@ -94,12 +113,15 @@ class Unmerged:
     def __init__(self, adapted: nn.Module, read: ReadTensor, norms: Mapping[str, Tensor]) -> None:
         self._read, self._norms = read, norms
         self._layers = {path: m for path, m in adapted.named_modules() if isinstance(m, LoraLinear)}
+        self._mixtures = {path: m for path, m in adapted.named_modules() if isinstance(m, AdaptedExperts)}
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
         path, _, last = name.rpartition(".")
         layer = self._layers.get(path) if last in ("weight", "bias") else None
         stored = self._read(name)
+        if (mixture := self._mixtures.get(path)) is not None and last in mixture.scales:
+            return plus_product(at_least_fp32(stored), mixture, name, self._read, -1.0)
         if layer is None:
             return stored
         if last == "bias":
@@ -122,6 +144,18 @@ def adapter_product(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:
     """scale · B A, [o, i]."""
     a, b = at_least_fp32(read(f"{path}.{A}.weight")), at_least_fp32(read(f"{path}.{B}.weight"))
     return (b @ a) * layer.scale
+
+
+def plus_product(
+    stack: Tensor, mixture: AdaptedExperts, name: str, read: ReadTensor, factor: float = 1.0
+) -> Tensor:
+    """W + factor · scale · B A for the stack of experts of this name, as the base has it; W without an adapter."""
+    last = name.rpartition(".")[2]
+    if last not in mixture.scales:
+        return stack
+    a, b = at_least_fp32(read(name + EXPERT_A)).to(stack), at_least_fp32(read(name + EXPERT_B)).to(stack)
+    left, right = (a.transpose(1, 2), b.transpose(1, 2)) if mixture.transposed else (b, a)
+    return torch.baddbmm(stack, left, right, alpha=factor * mixture.scales[last])
 
 
 def added_bias(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:

@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes: the kernel reads rows in vectors of this size."""
 
 
 def has_grouped_products(weights: Sequence[Tensor]) -> bool:
     """Whether the kernel takes weights of this dtype and of these widths."""
-    aligned = all(size * w.element_size() % _ALIGNMENT == 0 for w in weights for size in w.shape[1:])
+    aligned = all(size * w.element_size() % ALIGNMENT == 0 for w in weights for size in w.shape[1:])
     return aligned and all(w.dtype != torch.float64 for w in weights)
 
 

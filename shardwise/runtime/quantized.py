@@ -48,6 +48,9 @@ NF4_LEVELS: tuple[float, ...] = (
 SCALE_BLOCK, GROUP = 64, 256
 """Values per scale, and scales per maximum."""
 
+_UNPACKED = 2**25
+"""Values of a stack that are unpacked at a time: 128 MiB in fp32. Fewer take more kernels, also in a dry run."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -78,7 +81,10 @@ class Packing:
         """Pack the part of a weight [rows, columns] that belongs to these packed rows."""
         flat = weight.detach().reshape(-1)[rows.start * self.values : rows.stop * self.values].float()
         flat = F.pad(flat, (0, (rows.stop - rows.start) * self.values - flat.numel()))
-        parts = flat.view(rows.stop - rows.start, self.values)
+        return self.packed_parts(flat.view(rows.stop - rows.start, self.values))
+
+    def packed_parts(self, parts: Tensor) -> Tensor:
+        """Packed rows, from their fp32 values [n, values]."""
         return _pack_int8(parts) if self.kind == "int8" else _pack_nf4(parts)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,6 +96,48 @@ class Packing:
         """The values of some packed rows, fp32 [n]; those after the weight's end are zero."""
         values = _unpack_int8(packed) if self.kind == "int8" else _unpack_nf4(packed, self.group)
         return values.flatten()
+
+
+@dataclass(frozen=True)
+class StackPacking:
+    """The packed format of a stack of matrices [e, rows, columns]: [e, *shape of one], each packed on its own.
+
+    So a shard of whole matrices can be unpacked by itself.
+    """
+
+    matrix: Packing
+
+    def pack(self, stack: Tensor, part: slice) -> Tensor:
+        """Pack these matrices of a stack, some at a time."""
+        rows, matrix = self.matrix.shape[0], self.matrix
+        padding = rows * matrix.values - self._size
+        chunks = []
+        for some in stack.detach()[part].split(self._at_a_time):
+            flat = F.pad(some.float().reshape(some.shape[0], -1), (0, padding))
+            packed = matrix.packed_parts(flat.view(-1, matrix.values))
+            chunks.append(packed.view(some.shape[0], *matrix.shape))
+        return torch.cat(chunks)
+
+    @property
+    def _size(self) -> int:
+        return self.matrix.rows * self.matrix.columns
+
+    @property
+    def _at_a_time(self) -> int:
+        """Matrices whose values are in fp32 at once."""
+        return max(1, _UNPACKED // self._size)
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """The matrices [e, rows, columns], some at a time: the way through fp32 takes no more than those."""
+        out = packed.new_empty((packed.shape[0], self.matrix.rows, self.matrix.columns), dtype=dtype)
+        for part, into in zip(*(t.split(self._at_a_time) for t in (packed, out)), strict=True):
+            values = self.values_in(part).view(part.shape[0], -1)[:, : self._size]
+            into.copy_(values.view(into.shape))
+        return out
+
+    def values_in(self, packed: Tensor) -> Tensor:
+        """The values of some packed matrices, fp32 [n]; those after a matrix's end are zero."""
+        return self.matrix.values_in(packed.flatten(0, 1))
 
 
 class Unpacks(Protocol):

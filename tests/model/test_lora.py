@@ -228,7 +228,7 @@ def test_published_counts(dimensions: Dimensions, adapter: dict[str, Any], count
 
 def written(model: nn.Module, adapter: AdapterSpec, paths: list[str], folder: Path, transposed: bool) -> Path:
     tensors = {name: p.detach() for name, p in named_parameters(model) if is_adapter(name)}
-    write_adapter(folder, tensors, adapter_config(adapter, paths, transposed, None), None)
+    write_adapter(folder, tensors, adapter_config(adapter, paths, (), transposed, None), None)
     return folder
 
 

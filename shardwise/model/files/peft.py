@@ -25,9 +25,20 @@ from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, one_line
 from shardwise.core.paths import no_folder
+from shardwise.model.expert_lora import EXPERT_A, expert_adapter
+from shardwise.model.files.peft_experts import (
+    are_stacks,
+    layout_here,
+    layout_there,
+    names_here,
+    names_there,
+    shape_here,
+    targets_stack,
+)
 from shardwise.model.files.safetensors_reader import WeightFiles
 from shardwise.model.lora import A, is_adapter
 from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -39,7 +50,8 @@ FINGERPRINT = "shardwise_base"
 _READ = (
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
-    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "task_type", "use_dora", "use_rslora",
+    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "task_type", "use_dora",
+    "use_rslora",
 )  # fmt: skip
 """Config keys that are read, or that say nothing about the adapter's function."""
 _INERT = ("loftq_config", "eva_config", "corda_config", "lora_ga_config")
@@ -47,7 +59,6 @@ _INERT = ("loftq_config", "eva_config", "corda_config", "lora_ga_config")
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
 }
@@ -70,7 +81,11 @@ class AdapterFiles(WeightFiles):
     def __init__(self, folder: Path) -> None:
         self.config = _read_config(folder)
         super().__init__(folder, single=TENSORS)
-        self._stored = {stored.removeprefix(PREFIX).replace(_COPY, "."): stored for stored in self.shapes}
+        plain = {stored.removeprefix(PREFIX): stored for stored in self.shapes}
+        described = self.spec("all")
+        shapes = {name: self.shapes[stored] for name, stored in plain.items()}
+        experts = names_here(shapes, self.config, lambda path: described.strength(path)[0])
+        self._stored = {experts.get(name, name.replace(_COPY, ".")): stored for name, stored in plain.items()}
         self.shapes = {name: self.shapes[stored] for name, stored in self._stored.items()}
         self.kinds = {name: self.kinds[stored] for name, stored in self._stored.items()}
         self._files = {name: self._files[stored] for name, stored in self._stored.items()}
@@ -84,12 +99,13 @@ class AdapterFiles(WeightFiles):
                     fix="train the embedding in full instead (modules_to_save), or merge it with PEFT",
                 )
         self.copies = {name for name in self.shapes if not is_adapter(name) and not self._is_saved(name)}
-        described = self.spec("all")
-        for path in sorted(self.layers):
-            shape, (rank, _) = self.shapes[f"{path}.{A}.weight"], described.strength(path)
-            if shape[:1] != (rank,):
-                why = f"{path}.{A}.weight is {list(shape)}, and {CONFIG} gives it the rank {rank}"
-                raise self._incomplete(why)
+        for name in experts.values():
+            rank, _ = described.strength(name[: -len(EXPERT_A)])
+            self.shapes[name] = shape_here(name, self.shapes[name], rank)
+        for name, path in sorted(self._inputs()):
+            shape, (rank, _) = self.shapes[name], described.strength(path)
+            if shape[-2:-1] != (rank,):
+                raise self._incomplete(f"{name} is {list(shape)}, and {CONFIG} gives it the rank {rank}")
 
     def stored_name(self, name: str) -> str:
         return self._stored[name]
@@ -100,10 +116,30 @@ class AdapterFiles(WeightFiles):
         parts = name.split(".")
         return any(".".join(parts[:count]).endswith(ends) for count in range(1, len(parts)))
 
+    def _inputs(self) -> Iterator[tuple[str, str]]:
+        """(name, path of the layer or of the stack of experts) of every A."""
+        for name in self.shapes:
+            if (stack := expert_adapter(name)) is not None:
+                if stack[1] == EXPERT_A:
+                    yield name, stack[0]
+            elif name.endswith(f".{A}.weight"):
+                yield name, name.removesuffix(f".{A}.weight")
+
     @property
     def layers(self) -> set[str]:
-        """Paths of the layers with an adapter."""
-        return {name.removesuffix(f".{A}.weight") for name in self.shapes if name.endswith(f".{A}.weight")}
+        """Paths of the linear layers, and of the stacks of experts, with an adapter."""
+        return {path for _, path in self._inputs()}
+
+    def read(self, name: str) -> Tensor:
+        stored = super().read(name)
+        return layout_here(name, stored, self.shapes[name]) if expert_adapter(name) else stored
+
+    def _matched_pieces(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of experts' adapters as one piece, because the file has another layout."""
+        if expert_adapter(name) is None:
+            yield from super()._matched_pieces(tensor, name)
+        elif (part := local_part(tensor)).numel():
+            yield part, self.read(name)[local_slices(tensor)]
 
     @property
     def saved(self) -> set[str]:
@@ -234,8 +270,9 @@ class AdapterFiles(WeightFiles):
             )
 
     def lacks(self, paths: Iterable[str]) -> Iterator[str]:
-        """Those of the model's linear layers that the config targets and the file does not have."""
-        return (path for path in paths if path not in self.layers and targeted_by(self.config, path))
+        """Those of the model's linear layers and stacks of experts that the config targets and the file lacks."""
+        targeted = (p for p in paths if targeted_by(self.config, p) or targets_stack(self.config, p))
+        return (path for path in targeted if path not in self.layers)
 
 
 def targeted_by(config: Mapping[str, Any], path: str) -> bool:
@@ -279,7 +316,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError("not a LoRA adapter", where=str(path), why=f"its peft_type is {kind}")
     for key, value in config.items():
-        if _asks_for_more(key, value):
+        if _asks_for_more(key, value) or (key == "target_parameters" and not are_stacks(value or ())):
             raise CheckpointError(
                 "the adapter uses an unsupported option", where=str(path), why=f"{key} is {value}"
             )
@@ -316,24 +353,33 @@ def write_adapter(
     """
     folder.mkdir(parents=True, exist_ok=True)
     header = {"format": "pt", **(entries or {})} | ({FINGERPRINT: fingerprint} if fingerprint else {})
-    named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    experts = names_there(tensors)
+    stored = {experts.get(n, n): layout_there(n, t) if n in experts else t for n, t in tensors.items()}
+    named = {PREFIX + name: tensor.contiguous() for name, tensor in stored.items()}
     save_file(named, folder / TENSORS, metadata=header)
     text = json.dumps(dict(sorted(config.items())), indent=2)  # the first pattern that matches counts
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def adapter_config(
-    spec: AdapterSpec, targets: Iterable[str], transposed: bool, base: str | None, task: str | None = None
+    spec: AdapterSpec,
+    targets: Iterable[str],
+    stacks: Collection[str],
+    transposed: bool,
+    base: str | None,
+    task: str | None = None,
 ) -> dict[str, Any]:
-    """PEFT's config of an adapter on ``targets``: paths, or last parts of paths."""
+    """PEFT's config of an adapter on the layers ``targets`` and the experts' ``stacks``: paths, or ends of paths."""
     return {
         "peft_type": "LORA",
         "task_type": task,
         "base_model_name_or_path": base,
         "r": spec.rank,
         "lora_alpha": _as_whole_number(spec.alpha),
-        "lora_dropout": spec.dropout,
+        # PEFT refuses dropout for parameters, and only training asks for it.
+        "lora_dropout": 0.0 if stacks else spec.dropout,
         "target_modules": sorted(targets),
+        "target_parameters": sorted(stacks) or None,
         "bias": "none",
         "fan_in_fan_out": transposed,
         "use_rslora": spec.rank_stabilized,

@@ -125,7 +125,7 @@ def _adapter_lines(method: FineTuningMethod, why: str) -> list[str]:
         return [f"# no adapter: all weights are trained{'; ' + why if why else ''}"]
     lines = [f"adapter:{' ' * 32}  # {_METHOD_NAMES[method]}{': ' + why if why else ''}"]
     lines += [_yaml_line("  rank", 16, ""), _yaml_line("  alpha", 32.0, "scale = alpha / rank")]
-    lines += [_yaml_line("  targets", "all", "all linear layers")]
+    lines += [_yaml_line("  targets", "all", "all linear layers and experts")]
     if method == "qlora":
         lines.append(_yaml_line("  quantize", "nf4", "the frozen base in 4 bits"))
     return lines

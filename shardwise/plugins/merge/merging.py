@@ -28,6 +28,7 @@ from shardwise.exporter.ends import with_ends
 from shardwise.exporter.export_run import EXPORT_DTYPES, Merge, compared, tokenizer_files
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.adapted import AdaptedModel, shapes_of
+from shardwise.model.expert_lora import expert_stacks
 from shardwise.model.files.peft import TENSORS, AdapterFiles
 from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
 from shardwise.model.hf import FolderWeights, HuggingFaceModel
@@ -112,12 +113,12 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
             fix="give the adapter that was merged",
         )
     held = pair.dtypes()
-    for path in Merged(pair.adapted, pair.read).layers:
-        if held[f"{path}.weight"].itemsize < 4:
+    for name in Merged(pair.adapted, pair.read).weights:
+        if held[name].itemsize < 4:
             raise CheckpointError(
                 "the base cannot be restored",
                 where=str(folder),
-                why=f"the merged weights were rounded to {STORED_DTYPES[held[f'{path}.weight']]}",
+                why=f"the merged weights were rounded to {STORED_DTYPES[held[name]]}",
                 fix="keep the base, or merge with --dtype fp32",
             )
     norms: dict[str, Tensor] = {}
@@ -186,7 +187,8 @@ class _Anywhere(AdaptedModel):
 
 def _require_targets(files: AdapterFiles, model: nn.Module) -> None:
     """Raise CheckpointError if the adapter has layers that the model lacks, or lacks layers that its config names."""
-    where, layers = str(files.folder / TENSORS), list(linear_layers(model, []))
+    where = str(files.folder / TENSORS)
+    layers = [*linear_layers(model, []), *expert_stacks(model, [])]
     if not files.layers:
         raise CheckpointError("the adapter is empty", where=where, why=f"it has no {A}.weight")
     tied = {name.removesuffix(".weight") for name in shared_names(model)}

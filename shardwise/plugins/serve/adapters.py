@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.run_folder import ADAPTER
 from shardwise.core.errors import CheckpointError
+from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, expert_adapter
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
 from shardwise.model.lora import MAGNITUDE, A, B, is_adapter
 from shardwise.recipe.sections import AdapterSpec
@@ -40,6 +41,7 @@ class ServedAdapter:
         tensor: reads one of its tensors by name.
         modules: shapes of the tensors of modules that were trained in full, by name.
         files: its files; None for a checkpoint's.
+        stacks: shapes of A and B of experts, by path of the stack.
     """
 
     name: str
@@ -52,6 +54,12 @@ class ServedAdapter:
     tensor: Callable[[str], Tensor]
     modules: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     files: AdapterFiles | None = None
+    stacks: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def mixtures(self) -> set[str]:
+        """Paths of the modules of adapted experts."""
+        return {path.rpartition(".")[0] for path in self.stacks}
 
     @property
     def owners(self) -> set[str]:
@@ -99,31 +107,40 @@ def open_adapter(name: str, folder: Path) -> ServedAdapter:
         folder = folder / ADAPTER
     files = AdapterFiles(folder)
     spec, where = files.spec("all"), str(folder / TENSORS)
-    layers = layers_of({name: shape for name, shape in files.shapes.items() if is_adapter(name)}, spec, where)
-    scales = {path: spec.scale(path) for path in layers}
+    shapes = {name: shape for name, shape in files.shapes.items() if is_adapter(name)}
+    layers, stacks = layers_of(shapes, spec, where), stacks_of(shapes, spec, where)
+    scales = {path: spec.scale(path) for path in [*layers, *stacks]}
     kinds, saved = (spec.name == "dora", spec.lora_bias), {name: files.shapes[name] for name in files.saved}
-    return ServedAdapter(name, where, scales, layers, *kinds, files.fingerprint, files.read, saved, files)
+    return ServedAdapter(
+        name, where, scales, layers, *kinds, files.fingerprint, files.read, saved, files, stacks
+    )
 
 
 def adapter_of(name: str, where: str, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> ServedAdapter:
     """The adapter of a checkpoint, made from its named tensors."""
-    layers = layers_of({tensor: tuple(value.shape) for tensor, value in tensors.items()}, spec, where)
-    scales, kinds = {path: spec.scale(path) for path in layers}, (spec.name == "dora", spec.lora_bias)
-    return ServedAdapter(name, where, scales, layers, *kinds, None, tensors.__getitem__)
+    shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
+    layers, stacks = layers_of(shapes, spec, where), stacks_of(shapes, spec, where)
+    scales, kinds = (
+        {path: spec.scale(path) for path in [*layers, *stacks]},
+        (spec.name == "dora", spec.lora_bias),
+    )
+    return ServedAdapter(name, where, scales, layers, *kinds, None, tensors.__getitem__, stacks=stacks)
 
 
 def layers_of(
     shapes: Mapping[str, tuple[int, ...]], spec: AdapterSpec, where: str
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of A and B by layer. Raises CheckpointError if the tensors are not a complete adapter."""
+    """Shapes of A and B by linear layer. Raises CheckpointError if the tensors are not a complete adapter."""
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    if not shapes:
+        raise _incomplete(where, "it has no tensors")
     for name, shape in shapes.items():
+        if expert_adapter(name) is not None:
+            continue
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             raise _incomplete(where, f"{name} is not a tensor of a known adapter type")
         parts.setdefault(match[1], {})[match[2] or match[3] or _BIAS] = shape
-    if not parts:
-        raise _incomplete(where, "it has no tensors")
     for path, found in parts.items():
         turns, (rank, _) = spec.name == "dora", spec.strength(path)
         wanted = {A, B, *([MAGNITUDE] if turns else []), *([_BIAS] if spec.lora_bias else [])}
@@ -137,6 +154,21 @@ def layers_of(
             if found[part] != (b[0],):
                 raise _incomplete(where, f"{path}: {part} has shape {list(found[part])}")
     return {path: (found[A], found[B]) for path, found in parts.items()}
+
+
+def stacks_of(
+    shapes: Mapping[str, tuple[int, ...]], spec: AdapterSpec, where: str
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of A [E, r, i] and B [E, o, r] by stack of experts. Raises CheckpointError as ``layers_of``."""
+    paths = {adapter[0] for name in shapes if (adapter := expert_adapter(name)) is not None}
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for path in sorted(paths):
+        a, b = (shapes.get(path + end, ()) for end in (EXPERT_A, EXPERT_B))
+        rank, _ = spec.strength(path)
+        if len(a) != 3 or len(b) != 3 or (a[0], a[1], b[2]) != (b[0], rank, rank):
+            raise _incomplete(where, f"{path}: A is {list(a)}, B is {list(b)}, and the rank is {rank}")
+        found[path] = a, b
+    return found
 
 
 def _incomplete(where: str, why: str) -> CheckpointError:

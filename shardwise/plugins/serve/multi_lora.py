@@ -11,7 +11,7 @@ loaded, and is selected per row like A and B. Adapters with non-finite values ar
 would be NaN in other rows. Adapters of smaller rank are padded with zeros.
 
 A module that an adapter has trained in full (``modules_to_save``) is copied. Its hook runs the copy on the rows of that
-adapter.
+adapter. Experts: served_experts.py.
 
 Hooks keep the class, names and weights of every layer. Merging an adapter into the weights at each switch would move as
 many bytes as the model has, and serve one adapter at a time.
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.model.lora import FrozenLinear, row_norms
 from shardwise.plugins.serve.adapters import ServedAdapter
+from shardwise.plugins.serve.served_experts import ServedExperts, require_experts
 
 BASE = "base"
 """The name for no adapter."""
@@ -51,7 +52,7 @@ class Bank:
         self._layers: dict[str, _Layer] = {}
         self._groups: dict[tuple[str, ...], _AdapterGroup] = {}
         self._selected: tuple[str, ...] = ()
-        self._modules: list[_Copies] = []
+        self._modules: list[_Copies | ServedExperts] = []
         self._load(adapters)
 
     def _load(self, adapters: Sequence[ServedAdapter]) -> None:
@@ -71,8 +72,12 @@ class Bank:
         modules = dict(self._model.named_modules())
         for adapter in adapters:
             _require_layers(adapter, modules)
+            require_experts(adapter, modules)
         for path in sorted({path for adapter in adapters for path in adapter.owners}):
             self._modules.append(_Copies(path, modules[path], adapters, lambda: self._selected))
+        for path in sorted({path for adapter in adapters for path in adapter.mixtures}):
+            experts = ServedExperts(path, modules[path], adapters, self._dtype, lambda: self._selected)
+            self._modules.append(experts)
         for path in sorted({path for adapter in adapters for path in adapter.ranks}):
             having = [adapter for adapter in adapters if path in adapter.ranks]
             names = tuple(adapter.name for adapter in having)

@@ -83,15 +83,15 @@ cluster: {device: cpu, devices_per_node: 1}
 def test_plan_and_train_say_what_adapters_do_not_reach(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once each, with the share of the experts, and what quantize leaves."""
+    """Once each, with the share of the router, and what quantize leaves."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     saved_model(tmp_path / "base", "qwen3_moe", vocab_size=257)
     Path("corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     Path("mixture.yaml").write_text(MIXTURE, encoding="utf-8")
     reasons = json.loads(said(shell.run("plan", "mixture.yaml", "--json")))["departures"]
-    frozen, packed = (line for line in reasons if "model.layers.*.mlp.experts (" in line)
+    frozen, packed = (line for line in reasons if "model.layers.*.mlp.gate (" in line)
     assert "of the weights)" in frozen and "stay frozen in 16 bits without an adapter" in frozen
-    assert "stay in 16 bits: nf4 packs the blocks' linear layers" in packed
+    assert "stay in 16 bits: nf4 packs the blocks' linear layers and experts" in packed
     shown = said(shell.run("train", "mixture.yaml", "--out", "tuned"))
     assert shown.count(frozen) == shown.count(packed) == 1

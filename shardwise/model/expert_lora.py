@@ -1,0 +1,182 @@
+"""LoRA and quantization of a mixture's experts, which one module holds as stacks of matrices.
+
+    h = W_e x + scale · B_e A_e x for every row x of an expert e      W [E, o, i] frozen, A [E, r, i], B [E, o, r]
+
+Both low-rank products are grouped products of the rows that go to an expert (runtime/grouped.py), so nothing of the
+size of W is allocated; PEFT adds E · o · i values to W in every forward pass. W may be stored as [E, i, o]
+(``is_transposed``), and be packed, each expert's matrix on its own; it is unpacked for its product and again for the
+gradient, one block's at a time.
+
+The module is that of transformers' ``use_experts_implementation``, or another with its contract: ``num_experts``,
+``gate_up_proj`` or ``up_proj``, ``down_proj``, an activation, and ``_is_expert_parallel``, which says that index
+entries of ``num_experts`` are other ranks' experts. It keeps its object and its attributes and gets a subclass of its
+class. All new parameters are its own, with one entry per expert, so they are divided over ranks like W.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.row_groups import (
+    RowGroups,
+    grouped_linear,
+    grouped_low_rank,
+    grouped_products_of_any_dtype,
+    packed_grouped_linear,
+)
+from shardwise.runtime.parallel.experts import divisible_experts
+from shardwise.runtime.quantized import Packing, StackPacking
+
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of an experts module's stacks, in the order in which modules define them."""
+_LAYOUTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
+EXPERT_A, EXPERT_B, EXPERT_PACKED = "_lora_A", "_lora_B", "_packed"
+"""Ends of the names of the parameters that a stack gets."""
+
+_ADAPTER = re.compile(rf"(.+\.)?({'|'.join(EXPERT_WEIGHTS)})({EXPERT_A}|{EXPERT_B})")
+
+
+def expert_adapter(name: str) -> tuple[str, str] | None:
+    """The path of the adapted stack and the side, by the name of an adapter's parameter; None for others."""
+    match = _ADAPTER.fullmatch(name)
+    return None if match is None else ((match[1] or "") + match[2], match[3])
+
+
+class AdaptedExperts(nn.Module):
+    """What ``adapt_experts`` adds to the class of an experts module.
+
+    Attributes:
+        dropout: on the inputs of A, in training.
+        scales: factor of B A x, by name of the adapted stack.
+        packings: formats of the packed stacks, always [E, o, i], by name.
+    """
+
+    num_experts: int
+    dropout: float
+    scales: dict[str, float]
+    packings: dict[str, StackPacking]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        module: Any = self
+        groups = RowGroups.of(top_k_index, self.num_experts, module._is_expert_parallel)
+        first, last = self.stacks
+        wide = self._product(first, groups.rows(hidden_states), groups)
+        if first == "up_proj":
+            inner = module.act_fn(wide)
+        elif hasattr(module, "_apply_gate"):
+            inner = module._apply_gate(wide)
+        else:
+            gate, up = wide.chunk(2, dim=-1)
+            inner = module.act_fn(gate) * up
+        out = self._product(last, inner, groups)
+        return groups.combine(out, top_k_weights).to(hidden_states.dtype)
+
+    def _product(self, name: str, rows: Tensor, groups: RowGroups) -> Tensor:
+        if (how := self.packings.get(name)) is not None:
+            out = packed_grouped_linear(rows, self.get_parameter(name + EXPERT_PACKED), how, groups)
+        else:
+            stack = self.get_parameter(name)
+            out = grouped_linear(rows, stack.transpose(1, 2) if self.transposed else stack, groups)
+        if getattr(self, "has_bias", False):
+            out = out.add_(self.get_parameter(f"{name}_bias")[groups.experts])
+        if (scale := self.scales.get(name)) is not None:
+            a, b = self.get_parameter(name + EXPERT_A), self.get_parameter(name + EXPERT_B)
+            dropped = F.dropout(rows, self.dropout, self.training)
+            out = out.add_(grouped_low_rank(dropped, a, b, scale, groups))
+        return groups.present(out)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether plain stacks are [E, i, o]."""
+        return bool(getattr(self, "is_transposed", False))
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Names of the two stacks."""
+        return next(names for names in _LAYOUTS if names[0] in self._parameters)
+
+    def add_adapter(self, name: str, rank: int, scale: float, dtype: torch.dtype) -> None:
+        """Give a stack an adapter with undefined values."""
+        experts, rows, columns = stack_shape(self, name)
+        device = next(self.parameters()).device
+        self.scales[name] = scale
+        for end, shape in ((EXPERT_A, (experts, rank, columns)), (EXPERT_B, (experts, rows, rank))):
+            self.register_parameter(name + end, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+
+    def pack(self, name: str, quantize: str) -> None:
+        """Replace a stack by a packed one with undefined values."""
+        packing = Packing(quantize, *stack_shape(self, name)[1:])
+        experts, device = self.num_experts, self.get_parameter(name).device
+        codes = torch.empty(experts, *packing.shape, dtype=torch.uint8, device=device)
+        self.register_parameter(name + EXPERT_PACKED, nn.Parameter(codes, requires_grad=False))
+        self.packings[name] = StackPacking(packing)
+        self._parameters[name] = None
+
+
+def stack_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
+    """[E, o, i] of a stack of an experts module, packed or not."""
+    if isinstance(module, AdaptedExperts) and (how := module.packings.get(name)) is not None:
+        experts = module.get_parameter(name + EXPERT_PACKED).shape[0]
+        return experts, how.matrix.rows, how.matrix.columns
+    experts, rows, columns = module.get_parameter(name).shape
+    return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
+
+
+@cache
+def _adapted_class(kind: Any) -> type[nn.Module]:
+    """A subclass of the module's class that computes as ``AdaptedExperts``."""
+    return type(f"Adapted{kind.__name__}", (AdaptedExperts, kind), {})
+
+
+def adapt_experts(
+    module: nn.Module, path: str, targets: Collection[str], spec: AdapterSpec, quantize: str
+) -> None:
+    """Add adapters to the ``targets`` among a frozen module's stacks, and pack all stacks if the recipe does.
+
+    Args:
+        path: of the module. targets: paths of stacks. quantize: none, nf4 or int8.
+    """
+    experts = as_adapted(module)
+    experts.dropout = spec.dropout
+    for name in experts.stacks:
+        stack, dtype = f"{path}.{name}", experts.get_parameter(name).dtype
+        if quantize != "none":
+            experts.pack(name, quantize)
+        if stack in targets:
+            experts.add_adapter(name, spec.strength(stack)[0], spec.scale(stack), dtype)
+
+
+def as_adapted(module: nn.Module) -> AdaptedExperts:
+    """The module itself, which computes as ``AdaptedExperts`` from now on, without adapters yet."""
+    if not isinstance(module, AdaptedExperts):
+        kind: Any = type(module)
+        module.__class__ = _adapted_class(kind)
+        assert isinstance(module, AdaptedExperts)
+        module.dropout, module.scales, module.packings = 0.0, {}, {}
+        grouped_products_of_any_dtype()
+    return module
+
+
+def adaptable_stacks(module: nn.Module) -> tuple[str, ...]:
+    """Names of the stacks of an experts module that can be adapted; () for other modules, and for adapted ones."""
+    own = tuple(name for name, value in module.named_parameters(recurse=False) if value.dim() == 3)
+    if own not in _LAYOUTS or not divisible_experts(module) or getattr(module, "has_post_expert_norm", False):
+        return ()
+    computed = hasattr(module, "act_fn") or (own[0] == "gate_up_proj" and hasattr(module, "_apply_gate"))
+    return own if computed and not isinstance(module, AdaptedExperts) else ()
+
+
+def expert_stacks(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[str]:
+    """Paths of the stacks that can be adapted, in the blocks, or in the model."""
+    inside = {module for block in blocks or [model] for module in block.modules()}
+    for path, module in model.named_modules():
+        if module in inside:
+            yield from (f"{path}.{name}" for name in adaptable_stacks(module))

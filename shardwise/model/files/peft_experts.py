@@ -1,0 +1,97 @@
+"""Adapters of experts in PEFT's files: their names and layouts there, and here.
+
+PEFT 0.19 to 0.21 adapt a 3-D parameter that ``target_parameters`` names by a wrapper around its module, and a second
+parameter of the module by a wrapper around the first. So their names are those of the wrappers:
+
+    experts.gate_up_proj_lora_A [E, r, i]      experts.base_layer.lora_A.weight [E · r, i]
+    experts.gate_up_proj_lora_B [E, o, r]      experts.base_layer.lora_B.weight [o, r · E], the expert varying fastest
+    experts.down_proj_lora_A                   experts.lora_A.weight
+
+The innermost wrapper is of the parameter that the module defines first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_WEIGHTS, expert_adapter
+
+_SIDES = {"lora_A": EXPERT_A, "lora_B": EXPERT_B}
+_WRAPPER = re.compile(r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.weight")
+
+
+def are_stacks(names: Collection[str]) -> bool:
+    """Whether parameters that PEFT targets can be stacks of experts."""
+    return all(str(name).rpartition(".")[2] in EXPERT_WEIGHTS for name in names)
+
+
+def targets_stack(config: Mapping[str, Any], path: str) -> bool:
+    """Whether PEFT adapts the parameter at ``path``."""
+    names = config.get("target_parameters") or ()
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def names_here(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], rank: Callable[[str], int]
+) -> dict[str, str]:
+    """Names of the experts' adapters, by their names in the file; both without PEFT's prefix.
+
+    Args:
+        shapes: of the file's tensors. rank: that of the layer at a path. A linear layer's A has as many rows.
+    """
+    found: dict[str, str] = {}
+    for name in shapes:
+        if (match := _WRAPPER.fullmatch(name)) is None:
+            continue
+        owner, depth = match[1], match[2].count(".")
+        stacks = [f"{owner}.{last}" for last in EXPERT_WEIGHTS]
+        targets = [stack for stack in stacks if targets_stack(config, stack)]
+        rows = shapes.get(_wrapper(owner, depth, "lora_A"), ())[:1]
+        if depth < len(targets) and (depth or rows != (rank(owner),)):
+            found[name] = targets[-1 - depth] + _SIDES[match[3]]
+    return found
+
+
+def _wrapper(owner: str, depth: int, side: str) -> str:
+    return f"{owner}{'.base_layer' * depth}.{side}.weight"
+
+
+def names_there(names: Collection[str]) -> dict[str, str]:
+    """Names in PEFT's files of the experts' adapters among these tensors, without PEFT's prefix."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (adapter := expert_adapter(name)) is None:
+            continue
+        owner, _, last = adapter[0].rpartition(".")
+        outer = EXPERT_WEIGHTS[EXPERT_WEIGHTS.index(last) + 1 :]
+        depth = sum(1 for other in outer if f"{owner}.{other}{EXPERT_A}" in names)
+        found[name] = _wrapper(owner, depth, adapter[1].removeprefix("_"))
+    return found
+
+
+def shape_here(name: str, stored: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The shape of an expert adapter's parameter from that in the file; the same if it does not fit the rank."""
+    sides = (0, 1) if name.endswith(EXPERT_A) else (1, 0)
+    if len(stored) != 2 or stored[sides[0]] % rank:
+        return stored
+    experts, width = stored[sides[0]] // rank, stored[sides[1]]
+    return (experts, rank, width) if name.endswith(EXPERT_A) else (experts, width, rank)
+
+
+def layout_here(name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the file as the parameter of this shape."""
+    if name.endswith(EXPERT_A):
+        return stored.view(shape)
+    experts, width, rank = shape
+    return stored.view(width, rank, experts).permute(2, 0, 1)
+
+
+def layout_there(name: str, tensor: Tensor) -> Tensor:
+    """A parameter as PEFT's tensor."""
+    if name.endswith(EXPERT_A):
+        return tensor.reshape(-1, tensor.shape[2])
+    return tensor.permute(1, 2, 0).reshape(tensor.shape[1], -1)
