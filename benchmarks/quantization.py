@@ -44,7 +44,7 @@ def measured(model: str, scheme: str, method: str, tokenizer: str) -> dict[str, 
     return {
         **{
             key: found[key]
-            for key in ("bits", "perplexity", "kl", "predicted_peak_bytes", "measured_peak_bytes")
+            for key in ("block_bits", "perplexity", "kl", "predicted_peak_bytes", "measured_peak_bytes")
         },
         "kept": [row["name"] for row in found["layers"] if row.get("why")],
         "seconds": time.process_time() - started,
@@ -68,7 +68,7 @@ def table(rows: Rows) -> str:
         scheme, method = name.split(" ")
         base, after = row["perplexity"]["base"], row["perplexity"]["quantized"]
         lines.append(
-            f"| `{scheme}` | {method} | {row['bits']:.2f} | {after:.4f} | {after / base - 1:+.2%} | {row['kl']:.5f} |"
+            f"| `{scheme}` | {method} | {row['block_bits']:.2f} | {after:.4f} | {after / base - 1:+.2%} | {row['kl']:.5f} |"
             f" {len(row['kept'])} |"
         )
     return "\n".join([*lines, "", "Repeat with `benchmarks/quantization.py MODEL`."])

@@ -33,6 +33,12 @@ class InputSums:
     magnitude: Tensor | None = None
     tokens: int = 0
 
+    @classmethod
+    def zero(cls, layers: list[str], width: int, like: Tensor) -> InputSums:
+        """The sums of no token. ``like``: a tensor of the device."""
+        device = like.device
+        return cls(layers, torch.zeros(width, width, device=device), torch.zeros(width, device=device))
+
     def add(self, given: Tensor, counted: Tensor | None) -> None:
         """Add the rows of an input; those of padding count as zero if there is one row for each token."""
         x = given.reshape(-1, given.shape[-1]).float()
