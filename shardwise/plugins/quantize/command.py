@@ -137,7 +137,7 @@ def _show_result(quantized: Quantized) -> None:
             error = sum(row.error for row in rows) / len(rows)
             table.add_row(pattern, shape, method, f"{error:.4f}", bits)
     Console(highlight=False).print(table)
-    for sentence in filter(None, (quantized.experts_sentence, quantized.kept_sentence)):
+    for sentence in filter(None, (*quantized.expert_sentences, quantized.kept_sentence)):
         typer.echo(sentence)
     perplexity, eight = quantized.lost.perplexity, scheme_of(quantized.scheme).activation_bits == 8
     reader = ", with activations in 8 bits as transformers rounds them" if eight else ""

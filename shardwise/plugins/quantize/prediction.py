@@ -66,7 +66,7 @@ def predicted_peak(
     """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
     walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
     blocks = None if source.blueprint.depth is None else range(1)
-    rehearsed = replace(quantizer, method=quantizer.method.rehearsal(), rows_per_channel=0.0)
+    rehearsed = replace(quantizer, method=quantizer.method.rehearsal(), least_tokens=0)
 
     def run() -> None:
         given = Batches(

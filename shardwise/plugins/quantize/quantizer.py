@@ -1,4 +1,4 @@
-"""How a pass rounds one weight: by its method, or, for an expert that few tokens reached, to nearest."""
+"""How a pass rounds one weight: by its method, or, for an expert that no token reached, to nearest."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow, stored_form
 from shardwise.runtime.quantization.weights import PACKED, ZERO
 
-ROWS_PER_CHANNEL = 1.0
-"""Rows that an expert's matrix needs for a calibrated method, per input channel. With fewer its Hessian is singular:
-GPTQ then moves errors into directions that no row showed. On inputs whose spectrum falls as 1/√k it loses up to 7 %
-against rounding to nearest with half as many rows, and gains 8 to 17 % with as many
-(`python benchmarks/expert_rows.py`)."""
-
 Rounded = tuple[LayerRow, Mapping[str, Tensor] | None]
 """The row of a weight, and its stored tensors by suffix unless it is kept."""
 
@@ -35,13 +29,13 @@ class Quantizer:
 
     Attributes:
         dtypes: those of the written folder, by name of the model's tensor.
-        rows_per_channel: see ``ROWS_PER_CHANNEL``.
+        least_tokens: those that a calibrated method needs for an expert; 0 in a rehearsal, whose experts have none.
     """
 
     method: QuantizationMethod
     scheme: Scheme
     dtypes: Mapping[str, torch.dtype]
-    rows_per_channel: float = ROWS_PER_CHANNEL
+    least_tokens: int = 1
 
     def of_experts(self) -> Quantizer:
         """That of experts: transformers dequantizes them while it loads, and reads no zero points and no whole int8."""
@@ -58,20 +52,20 @@ class Quantizer:
         return self._rounded(self.method, name, weight, stored, statistics)
 
     def expert(self, name: str, stack: str, weight: Tensor, statistics: InputStatistics | None) -> Rounded:
-        """Quantize a matrix [out, in] of an expert; one that too few tokens reached is rounded to nearest.
+        """Quantize a matrix [out, in] of an expert; to nearest if no token reached it or the method has no result.
 
         Args:
             stack: name of the model's tensor that the matrix is a part of.
         """
-        tokens = 0 if statistics is None else statistics.tokens
-        method, stored = self.method, self.dtypes[stack]
-        few = statistics is None or tokens < self.rows_per_channel * weight.shape[1]
-        tries = [] if few and method.calibrated else [method]
-        for tried in [*tries, RoundToNearest()]:
-            row, tensors = self._rounded(tried, name, weight, stored, None if few else statistics)
+        tokens, stored = None if statistics is None else statistics.tokens, self.dtypes[stack]
+        if tokens is None or tokens < self.least_tokens:
+            statistics = None
+        tries = [] if statistics is None and self.method.calibrated else [self.method]
+        for method in [*tries, RoundToNearest()]:
+            row, tensors = self._rounded(method, name, weight, stored, statistics)
             if tensors is not None:
                 break
-        return replace(row, stack=stack, tokens=None if statistics is None else tokens), tensors
+        return replace(row, stack=stack, tokens=tokens), tensors
 
     def _rounded(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.model.unreached import SHOWN, reach_in_words, reached_shares
 from shardwise.plugins.quantize.gate import Lost
+from shardwise.plugins.quantize.methods import method_of
 from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow
 
 
@@ -67,31 +68,36 @@ class Quantized:
         return f"{reach_in_words(self.kept, 'the weights')} stay in {bits} bits: {reasons}"
 
     @property
-    def experts_rounded(self) -> list[LayerRow]:
-        """The matrices of experts that are rounded to nearest instead of by the method."""
-        return [row for row in self.layers if row.stack and row.method != self.method]
+    def unseen(self) -> list[LayerRow]:
+        """The matrices of experts that no calibration token reached."""
+        return [row for row in self._expert_rows if not row.tokens]
 
     @property
-    def experts_sentence(self) -> str:
-        """How many matrices of experts too few tokens reached, and the experts' names; "" if there are none."""
-        rounded = self.experts_rounded
-        if not rounded:
-            return ""
-        unseen = sum(not row.tokens for row in rounded)
-        few = sum(0 < (row.tokens or 0) < row.shape[1] for row in rounded)
-        counts = [
-            f"{unseen} got no calibration token" if unseen else "",
-            f"{few} got fewer than input channels" if few else "",
+    def few(self) -> list[LayerRow]:
+        """The matrices of experts that fewer calibration tokens reached than they have input channels."""
+        return [row for row in self._expert_rows if 0 < (row.tokens or 0) < row.shape[1]]
+
+    @property
+    def _expert_rows(self) -> list[LayerRow]:
+        return [row for row in self.layers if row.stack]
+
+    @property
+    def expert_sentences(self) -> list[str]:
+        """Which experts a method that needs calibration could not calibrate well; [] for other methods."""
+        rows = self._expert_rows
+        nearest = [row for row in rows if row.tokens and row.method != self.method]
+        if not rows or not method_of(self.method).calibrated:
+            return []
+        said = {
+            "got no calibration token and are rounded to nearest": self.unseen,
+            "got fewer calibration tokens than input channels, and a shrunk Hessian": self.few,
+            f"have no result of {self.method} and are rounded to nearest": nearest,
+        }
+        return [
+            f"{len(those)} of {len(rows)} matrices of experts {what}: {_experts_in_words(those)}"
+            for what, those in said.items()
+            if those
         ]
-        if rest := len(rounded) - unseen - few:
-            counts.append(f"{rest} did not converge")
-        names = list(dict.fromkeys(row.name.rpartition(".")[0] for row in rounded))
-        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
-        whole = sum(bool(row.stack) for row in self.layers)
-        return (
-            f"{len(rounded)} of {whole} matrices of experts are rounded to nearest instead:"
-            f" {', '.join(filter(None, counts))}: {shown}"
-        )
 
     def result(self) -> dict[str, Any]:
         """What ``quantization.json`` holds: the same for the same settings, wherever and whenever they run."""
@@ -120,12 +126,16 @@ class Quantized:
         }
 
     def _experts_json(self) -> dict[str, Any]:
-        rounded = self.experts_rounded
         return {
-            "matrices": sum(bool(row.stack) for row in self.layers),
-            "unseen": [row.name for row in rounded if not row.tokens],
-            "few": [row.name for row in rounded if 0 < (row.tokens or 0) < row.shape[1]],
+            "matrices": len(self._expert_rows),
+            "unseen": [row.name for row in self.unseen],
+            "few": [row.name for row in self.few],
         }
+
+
+def _experts_in_words(rows: Sequence[LayerRow]) -> str:
+    names = list(dict.fromkeys(row.name.rpartition(".")[0] for row in rows))
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
 
 
 def _mean_bits(rows: Sequence[LayerRow]) -> float:

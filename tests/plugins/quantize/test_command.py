@@ -120,7 +120,7 @@ def test_experts_are_named_and_counted(
     assert kept == (0 if packed else pytest.approx(experts / whole, rel=0.05)) and experts > 0.3 * whole
     assert report["experts"]["matrices"] == (24 if packed else 0)
     assert ("GptOssExperts is no linear layer, and its experts are stored with has_bias" in shown) != packed
-    assert ("4 of 32×16" in shown) == (".experts.*.down_proj" in shown) == packed
+    assert ("4 of 32×16" in shown) == packed
     assert f" stay in {bits} bits: " in shown and f"{bits}.000" in shown
     written = load_file(tmp_path / "out" / "model.safetensors")
     size = sum(8 * each.nbytes for name, each in written.items() if not name.endswith("_shape"))
