@@ -67,7 +67,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize the linear layers of a model, block by block, and write a folder in compressed-tensors format."""
+    """Quantize the linear layers and experts of a model, and write a folder in compressed-tensors format."""
     settings = Settings(
         model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl, rotate
     )

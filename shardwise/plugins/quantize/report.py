@@ -94,9 +94,9 @@ class Quantized:
             f"have no result of {self.method} and are rounded to nearest": nearest,
         }
         return [
-            f"{len(those)} of {len(rows)} matrices of experts {what}: {_experts_in_words(those)}"
-            for what, those in said.items()
-            if those
+            f"{len(found)} of {len(rows)} matrices of experts {fate}: {_experts_in_words(found)}"
+            for fate, found in said.items()
+            if found
         ]
 
     def result(self) -> dict[str, Any]:

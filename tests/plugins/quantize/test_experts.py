@@ -1,4 +1,4 @@
-"""Experts of mixtures: their inputs, their matrices, those that no token reaches, and what is lost."""
+"""Experts of mixtures: their inputs, their matrices, those that no token reaches, and the loss."""
 
 from __future__ import annotations
 
