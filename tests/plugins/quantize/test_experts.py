@@ -20,6 +20,7 @@ from shardwise.plugins.quantize.job import quantize_model
 from shardwise.plugins.quantize.methods import method_of
 from shardwise.plugins.quantize.methods.base import InputStatistics
 from shardwise.plugins.quantize.methods.rtn import RoundToNearest
+from shardwise.plugins.quantize.quantizer import Quantizer
 from shardwise.plugins.quantize.report import Quantized
 from shardwise.plugins.quantize.settings import Settings
 from shardwise.plugins.quantize.source import open_source_model
@@ -342,3 +343,56 @@ def test_ranks_share_the_experts(tmp_path: Path, pool: Pool) -> None:
     assert first.keys() == second.keys() and any(row.stack for row in alone.layers)
     same = [torch.equal(first[name], second[name]) for name in first]
     assert sum(same) >= 0.9 * len(same)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_padding_is_not_counted(padded: bool, tmp_path: Path) -> None:
+    base = base_of(tmp_path)
+    source = open_source_model(str(base), LENGTH)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base)
+    (layer,) = experts.expert_layers(model, source.contents.layout.groups)
+    assert layer.count == 4 and len(layer.matrices) == 12
+    module = model.model.layers[0].mlp.experts
+    draw = torch.Generator().manual_seed(0)
+    hidden, chosen = torch.randn(40, 32, generator=draw), torch.randint(4, (40, 2), generator=draw)
+    real = torch.arange(40) < 25
+    inputs = experts._Inputs.of(module, range(1, 3), layer)
+    inputs.counted = real if padded else None
+    inputs.add(hidden, chosen)
+    inputs.add(hidden, chosen)
+    for index, sums in zip((1, 2), inputs.hidden, strict=True):
+        rows = torch.cat([hidden[(chosen[:, k] == index) & (real | (not padded))] for k in range(2)])
+        assert sums.tokens == 2 * len(rows) and sums.hessian is not None
+        assert torch.allclose(sums.hessian, 2 * rows.T @ rows, rtol=1e-5, atol=1e-5)
+
+
+def test_hessians_of_experts_take_no_more_than_the_block(tmp_path: Path) -> None:
+    base = base_of(tmp_path, num_local_experts=16, moe_intermediate_size=32)
+    source = open_source_model(str(base), LENGTH)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base)
+    (layer,) = experts.expert_layers(model, source.contents.layout.groups)
+    block = model.model.layers[0]
+    room = sum(parameter.nbytes for parameter in block.parameters())
+    found = experts.BlockExperts(
+        block, "model.layers.0", [layer], Quantizer(RoundToNearest(), scheme_of("w8a16"), {})
+    )
+    one = 2 * 4 * 32**2
+    groups = list(found._groups(layer, calibrated=True))
+    assert [index for group in groups for index in group] == [*range(layer.count)]
+    assert max(len(group) for group in groups) == min(layer.count, room // one)
+    assert list(found._groups(layer, calibrated=False)) == [range(layer.count)]
+    for parameter in block.mlp.experts.parameters():
+        parameter.data = parameter.data[:, :8].clone()  # a smaller block
+    assert {len(group) for group in found._groups(layer, calibrated=True)} != {layer.count}
+
+
+def test_a_refused_pass_goes_on_with_its_experts(tmp_path: Path) -> None:
+    """The finished blocks are read back, and the folder is that of a pass without interruption."""
+    base_of(tmp_path)
+    assert quantized(tmp_path, "w4a16-g16", "gptq", max_kl=1e-12).folder is None
+    again = quantized(tmp_path, "w4a16-g16", "gptq")
+    fresh = quantized(tmp_path, "w4a16-g16", "gptq", "fresh")
+    assert again.result() == fresh.result() and again.result()["experts"]["matrices"] == 12
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "fresh"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
