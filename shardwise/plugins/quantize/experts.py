@@ -1,8 +1,8 @@
-"""The experts of a mixture, which transformers holds as stacks of matrices: each matrix is quantized on its own.
+"""The experts of a mixture, stacks of matrices in one module: each matrix is quantized on its own.
 
     stacks    gate_up_proj [e, 2m, h] (without a gate up_proj [e, m, h]), down_proj [e, h, m]
     inputs    of an expert's gate and up: the hidden states of the tokens that the router sends to it;
-              of its down: their gated activations
+              of its down: their gated activations, without the router's weight
 
 A block runs once more for every group of experts, with a stand-in that records these inputs and computes no output.
 All Hessians of a group are in memory at once, e (h² + m²) floats; a group has as many experts as fit into the bytes of
@@ -12,7 +12,8 @@ Some experts get few rows, or none. Their Hessians are shrunk (statistics.py): o
 AWQ then lose at most 0.1 % against rounding to nearest, where they lost up to 77 %
 (`python benchmarks/expert_rows.py`). Without any row, an expert is rounded to nearest.
 
-Packed are the experts that the files have one by one: transformers' readers of packed weights take no others.
+Packed are the experts that the files have one by one: transformers' readers of packed weights take no others. The
+modules are transformers' and the native one's (model/mixture.py), which are called alike.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.files.folder_layout import StackSlice, TensorGroup
+from shardwise.model.mixture import Experts
 from shardwise.plugins.quantize.methods.base import InputStatistics
 from shardwise.plugins.quantize.quantizer import Quantizer, Rounded
 from shardwise.plugins.quantize.ranks import Ranks
@@ -89,6 +91,8 @@ def kept_reason(module: nn.Module) -> str:
 
 def _obstacle(module: nn.Module) -> str:
     """Why the experts of a module cannot be quantized; "" if they can. transformers' decorator sets the attributes."""
+    if isinstance(module, Experts):
+        return ""
     if getattr(module, "has_gate", None) is None:
         return "its experts are not called as transformers calls experts"
     for name, value in (("has_bias", False), ("is_transposed", False), ("has_post_expert_norm", False)):
@@ -133,12 +137,17 @@ class BlockExperts:
         """Give the stacks the weights of a finished block, as a reader of its file computes them."""
         bits = self._quantizer.scheme.bits
         for layer in self._layers:
-            for name, part in layer.matrices.items():
-                if name in weights:
-                    matrix = self._matrix(part)
-                    # In place: a converter made the stack, so its memory is no mapped file.
+            for stack in sorted(layer.stacks):
+                parts = {name: part for name, part in layer.matrices.items() if part.stack == stack}
+                if not parts.keys() <= weights.keys():
+                    continue
+                whole = torch.empty_like(self._stack(stack))  # the old memory may be a mapped file
+                for name, part in parts.items():
+                    matrix = whole[part.index, part.start : part.stop]
                     shape = int(matrix.shape[0]), int(matrix.shape[1])
                     matrix.copy_(weight_of(weights[name], bits, shape).dequantize())
+                key = stack.rpartition(".")[2]
+                self._module(layer).register_parameter(key, nn.Parameter(whole, requires_grad=False))
 
     def _rounded(self, name: str, part: StackSlice, statistics: InputStatistics | None) -> Rounded:
         return self._quantizer.expert(name, part.stack, self._matrix(part), statistics)
@@ -147,8 +156,10 @@ class BlockExperts:
         return self._block.get_submodule(layer.path.removeprefix(f"{self._prefix}."))
 
     def _matrix(self, part: StackSlice) -> Tensor:
-        stack = self._block.get_parameter(part.stack.removeprefix(f"{self._prefix}."))
-        return stack.data[part.index, part.start : part.stop]
+        return self._stack(part.stack)[part.index, part.start : part.stop]
+
+    def _stack(self, name: str) -> Tensor:
+        return self._block.get_parameter(name.removeprefix(f"{self._prefix}.")).data
 
     def _groups(self, layer: ExpertLayer, calibrated: bool) -> Iterator[range]:
         """The experts whose statistics are in memory together."""
@@ -165,7 +176,7 @@ class BlockExperts:
             name: rounded for name, rounded in results.items() if rounded[0].stack not in broken
         }
         for stack, row in broken.items():
-            shape = tuple(self._block.get_parameter(stack.removeprefix(f"{self._prefix}.")).shape)
+            shape = tuple(self._stack(stack).shape)
             kept[stack] = LayerRow(stack, shape, UNQUANTIZED, 0.0, row.bits, row.why), None
         return kept
 
@@ -222,14 +233,20 @@ class _Inputs:
 
     def _activations(self, product: Tensor) -> Tensor:
         """What the expert's down projection reads."""
-        gated = self.experts._apply_gate if self.experts.has_gate else self.experts.act_fn
-        activations: Tensor = gated(product)
+        if isinstance(self.experts, Experts):
+            gate, up = product.chunk(2, dim=-1)
+            activations: Tensor = self.experts.act_fn(gate) * up
+        else:
+            activations = (
+                self.experts._apply_gate(product) if self.experts.has_gate else self.experts.act_fn(product)
+            )
         return activations
 
 
 def _first_stack(experts: Any) -> Tensor:
     """The stack that reads hidden states."""
-    stack: Tensor = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    gated = isinstance(experts, Experts) or experts.has_gate
+    stack: Tensor = experts.gate_up_proj if gated else experts.up_proj
     return stack
 
 

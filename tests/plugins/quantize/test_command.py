@@ -225,6 +225,36 @@ def test_a_run_is_quantized_on_its_own_data(
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("no_prediction")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_run_of_a_native_mixture_is_quantized(
+    family: str, folder: Path, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its experts are packed under transformers' names: its weights are close to the run's, its logits ours."""
+    data = {"source": str(folder / "words.txt"), "sequence_length": 16}
+    sizes = {"family": family, "layers": 2, "width": 16, "ffn": 16, "experts": 3, "experts_per_token": 2}
+    pool.run(1, leave_run, tmp_path / "run", {"model": {**LLAMA, **sizes}, "data": data}, {})
+    capfd.readouterr()
+    words = [str(tmp_path / "run"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "gptq"]
+    found = said([*words, "--sequences", "8", "--json"], capfd)
+    assert found["experts"]["matrices"] == 2 * 3 * 3 and found["block_bits"] < 6.5
+    assert not any("experts" in name for name in found["kept"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    blueprint = HuggingFaceModel(str(tmp_path / "out"), 16, objective=None)
+    own = blueprint.build().eval()
+    blueprint.fill(own, 0)
+    ids = torch.arange(32).view(2, 16) + 3
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        assert float((blueprint.logits(own, ids) - expected).norm() / expected.norm()) < 1e-6
+    assert run(["export", str(tmp_path / "run"), str(tmp_path / "dense")]) == 0
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    for name, weight in dense.model.named_parameters():
+        if "experts" in name:
+            error = model.model.get_parameter(name).detach() - weight.detach()
+            assert 0 < float(error.norm() / weight.detach().norm()) < 0.15
+
+
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of three blocks."""
