@@ -42,10 +42,8 @@ def measured(model: str, scheme: str, method: str, tokenizer: str) -> dict[str, 
         found = quantize_model(settings).as_dict()
     weights = sum(row["shape"][0] * row["shape"][1] for row in found["layers"])
     return {
-        **{
-            key: found[key]
-            for key in ("bits", "perplexity", "kl", "predicted_peak_bytes", "measured_peak_bytes")
-        },
+        **{key: found[key] for key in ("perplexity", "kl", "predicted_peak_bytes", "measured_peak_bytes")},
+        "bits": found["block_bits"],
         "kept": [row["name"] for row in found["layers"] if row.get("why")],
         "seconds": time.process_time() - started,
         "seconds_per_million": (time.process_time() - started) * 1e6 / weights,

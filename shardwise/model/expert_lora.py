@@ -25,15 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.grouped_products import plan_grouped_products
+from shardwise.runtime.parallel.experts import divisible_experts
+from shardwise.runtime.quantized import Packing, StackPacking
 from shardwise.runtime.row_groups import (
     RowGroups,
     grouped_linear,
     grouped_low_rank,
-    grouped_products_of_any_dtype,
     packed_grouped_linear,
 )
-from shardwise.runtime.parallel.experts import divisible_experts
-from shardwise.runtime.quantized import Packing, StackPacking
 
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of an experts module's stacks, in the order in which modules define them."""
@@ -161,7 +161,7 @@ def as_adapted(module: nn.Module) -> AdaptedExperts:
         module.__class__ = _adapted_class(kind)
         assert isinstance(module, AdaptedExperts)
         module.dropout, module.scales, module.packings = 0.0, {}, {}
-        grouped_products_of_any_dtype()
+        plan_grouped_products()
     return module
 
 

@@ -219,8 +219,8 @@ class AdapterSpec(Section):
     )
     """alphas of single layers instead of alpha, as rank_pattern"""
     targets: Annotated[str | tuple[str, ...], BeforeValidator(_target_layers)] = "all"
-    """linear layers and experts to adapt: attention, mlp, experts or all, of the blocks; a list of names (the last parts
-    of a path, such as q_proj or experts.down_proj), also lm_head; or a regular expression that matches a whole path"""
+    """linear layers and experts to adapt: attention, mlp, experts or all, of the blocks; a list of names (last parts of
+    a path, such as q_proj or experts.down_proj), also lm_head; or a regular expression that matches a whole path"""
     layers_to_transform: Annotated[tuple[Index, ...], BeforeValidator(_number_list)] | None = None
     """numbers of the blocks whose layers are adapted, from 0; null adapts all"""
     modules_to_save: Annotated[tuple[RecipeText, ...], BeforeValidator(words)] = ()
@@ -235,7 +235,7 @@ class AdapterSpec(Section):
     learning_rate_ratio: Annotated[float, Field(gt=0, le=1e4)] = 1.0
     """learning rate of B divided by the learning rate of A (LoRA+)"""
     quantize: Quantize = "none"
-    """storage of the frozen linear layers and experts: none (unchanged), nf4 (NF4 with double quantization, QLoRA) or int8"""
+    """storage of frozen linear layers and experts: none (unchanged), nf4 (NF4 with double quantization, QLoRA) or int8"""
     init: Annotated[str, BeforeValidator(_initial)] = "default"
     """first values: default (A uniform, B = 0), or loftq (A and B approximate what quantize takes from the weights);
     loftq:5 quantizes and approximates five times in turn, loftq once"""

@@ -190,4 +190,6 @@ def test_a_packed_base_takes_its_bits_and_one_stack(quantize: str, wide: Path) -
     assert 2 * stack < passing <= block + 2 * stack + 6 * min(stack, 2**25) + copies + rows
     assert packed.parameters == plain.parameters
     start = packed.peaks["setup"].bytes - plain.peaks["setup"].bytes + held - less
-    assert 0 <= start - 4 * (experts + attention) / 2 <= 16 * min(stack, 2**25), "a block in fp32, and what packs it"
+    assert 0 <= start - 4 * (experts + attention) / 2 <= 16 * min(stack, 2**25), (
+        "a block in fp32, and what packs it"
+    )

@@ -17,10 +17,12 @@ from shardwise.core.scheme import Scheme
 
 METHOD, OWN_METHOD = "compressed-tensors", "shardwise"
 """Values of ``quant_method``."""
+EXPERTS = r"re:.*\.experts\.\d+\..*"
+"""The matrices of experts, under their names in the files; transformers looks for a pattern with this word."""
 
 
 def quantization_config(
-    scheme: Scheme, ignored: Sequence[str], method: str, symmetric: bool = True
+    scheme: Scheme, ignored: Sequence[str], method: str, symmetric: bool = True, experts: Scheme | None = None
 ) -> dict[str, Any]:
     """The entry for a model whose linear layers are quantized.
 
@@ -28,11 +30,27 @@ def quantization_config(
         ignored: paths of linear layers that are not quantized, under their names in the files.
         method: the quantization method; "kashin" has its own format.
         symmetric: whether the codes have no zero points.
+        experts: the scheme of a mixture's experts, whose codes have no zero points; None without any.
     """
     said = {"method": method, "scheme": scheme.name}
     if scheme.kind == "nf4" or method == "kashin":
         form = "nf4" if scheme.kind == "nf4" else method
         return {"quant_method": OWN_METHOD, "format": form, "bits": scheme.bits, "ignore": [*ignored], **said}
+    groups = {"group_0": _group(scheme, ["Linear"], symmetric)}
+    if experts is not None and (experts != scheme or not symmetric):
+        groups["group_1"] = _group(experts, [EXPERTS], symmetric=True)
+    return {
+        "quant_method": METHOD,
+        "format": _format(scheme),
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [*ignored],
+        OWN_METHOD: said,
+    }
+
+
+def _group(scheme: Scheme, targets: Sequence[str], symmetric: bool) -> dict[str, Any]:
+    """The layers of one scheme."""
     weights = {
         "num_bits": scheme.bits,
         "type": "int" if scheme.kind == "int" else "float",
@@ -51,15 +69,7 @@ def quantization_config(
             "dynamic": True,
         }
     form = _format(scheme)
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": form}
-    return {
-        "quant_method": METHOD,
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [*ignored],
-        OWN_METHOD: said,
-    }
+    return {"targets": [*targets], "weights": weights, "input_activations": activations, "format": form}
 
 
 def _format(scheme: Scheme) -> str:

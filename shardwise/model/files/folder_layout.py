@@ -18,6 +18,20 @@ Make = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
+class StackSlice:
+    """A matrix on disk that is a part of a stack of the model: ``stack[index, start:stop]``.
+
+    Attributes:
+        stack: canonical name of the tensor [count, rows, columns].
+    """
+
+    stack: str
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class TensorGroup:
     """Tensors on disk that are made together.
 
@@ -26,12 +40,14 @@ class TensorGroup:
         shapes: names on disk and shapes.
         make: returns the tensors by name on disk, given the sources.
         unconverted: the sources under the names of transformers' model, with their shapes, if it loads them so too.
+        slices: by name on disk, where the matrices are in stacks, such as those of experts; {} for other tensors.
     """
 
     sources: tuple[str, ...]
     shapes: Mapping[str, TensorShape]
     make: Make
     unconverted: Mapping[str, TensorShape] = field(default_factory=dict)
+    slices: Mapping[str, StackSlice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.files.folder_layout import HFFolder, TensorGroup, TensorShape, unchanged_tensor
+from shardwise.model.files.folder_layout import (
+    HFFolder,
+    StackSlice,
+    TensorGroup,
+    TensorShape,
+    unchanged_tensor,
+)
 from shardwise.recipe.presets import Dimensions
 
 _GPT2_PARTS = {
@@ -97,17 +103,19 @@ def _mixture_group(d: Dimensions, name: str, shape: TensorShape) -> TensorGroup:
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     parts = (gate, up) if kind == "gate_up_proj" else (down,)
     experts, rows, columns = shape
-    shapes = {
-        f"{path}.{number}.{part}.weight": (rows // len(parts), columns)
+    height = rows // len(parts)
+    slices = {
+        f"{path}.{number}.{part}.weight": StackSlice(name, number, at * height, (at + 1) * height)
         for number in range(experts)
-        for part in parts
+        for at, part in enumerate(parts)
     }
+    shapes = dict.fromkeys(slices, (height, columns))
 
     def make(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         matrices = (part for matrix in tensors[0] for part in matrix.chunk(len(parts)))
         return dict(zip(shapes, matrices, strict=True))
 
-    return TensorGroup((name,), shapes, make)
+    return TensorGroup((name,), shapes, make, slices=slices)
 
 
 def _gpt2_groups(shapes: Mapping[str, TensorShape]) -> Iterator[TensorGroup]:

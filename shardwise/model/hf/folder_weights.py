@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.files.folder_layout import TensorGroup, unchanged_tensor
+from shardwise.model.files.folder_layout import StackSlice, TensorGroup, TensorShape, unchanged_tensor
 from shardwise.model.files.safetensors_reader import WeightFiles
 from shardwise.model.hf.conversion import Conversion, match_names, require_fit
 from shardwise.runtime.parallel.shard_slices import shared_names
@@ -85,7 +85,34 @@ def _reversed_group(
         return stored
 
     own = reference.state_dict()
-    return TensorGroup(names, shapes, make, {name: tuple(own[name].shape) for name in names})
+    unconverted = {name: tuple(own[name].shape) for name in names}
+    return TensorGroup(names, shapes, make, unconverted, _stack_slices(conversion, unconverted, shapes))
+
+
+_STACKING = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+"""Operations of converters that stack matrices, and join the stacks of several patterns row by row."""
+
+
+def _stack_slices(
+    conversion: Conversion, targets: Mapping[str, TensorShape], shapes: Mapping[str, TensorShape]
+) -> dict[str, StackSlice]:
+    """Where a converter puts its sources into the stack [count, rows, columns] that it makes; {} for another one."""
+    operations = conversion.converter.operations
+    dimensions = [operation.dim for operation in operations if hasattr(operation, "dim")]
+    plain = [type(operation).__name__ for operation in operations] in _STACKING
+    if not plain or dimensions != [0, 1][: len(dimensions)] or len(targets) != 1:
+        return {}
+    ((stack, (count, rows, _)),) = targets.items()
+    slices, start = {}, 0
+    for wanted in conversion.converter.source_patterns:
+        names = [name for pattern, name in conversion.sources if pattern == wanted]
+        height = shapes[names[0]][0] if names else 0
+        slices.update(
+            {name: StackSlice(stack, index, start, start + height) for index, name in enumerate(names)}
+        )
+        start += height
+    whole = start == rows and len(slices) == count * len(conversion.converter.source_patterns)
+    return slices if whole else {}
 
 
 def _reverse_conversion(

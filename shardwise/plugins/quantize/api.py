@@ -24,7 +24,7 @@ def quantize(
     tokenizer: str | None = None,
     max_kl: float | None = None,
 ) -> Quantized:
-    """Quantize the linear layers of a model in this process, block by block, and write a folder.
+    """Quantize the linear layers and experts of a model in this process, block by block, and write a folder.
 
     A result above ``max_kl`` is returned too, but not written: its ``folder`` is None then. The same call goes on with
     the finished blocks of an interrupted one.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ from shardwise.plugins.quantize.settings import Settings
 
 if TYPE_CHECKING:
     from shardwise.plugins.quantize.report import Quantized
+    from shardwise.plugins.quantize.state import LayerRow
 
 
 def command(
@@ -65,7 +67,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize the linear layers of a model, block by block, and write a folder in compressed-tensors format."""
+    """Quantize the linear layers and experts of a model, and write a folder in compressed-tensors format."""
     settings = Settings(
         model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl, rotate
     )
@@ -106,6 +108,15 @@ def _progress_bar(blocks: int, finished: int) -> Iterator[Callable[[int], None]]
         yield lambda index: bar.update(task, completed=index + 1)
 
 
+def _alike(rows: Sequence[LayerRow]) -> dict[tuple[str, str], list[LayerRow]]:
+    """The rows of each line of the table, by name and method: those of a layer's experts share a line."""
+    lines: dict[tuple[str, str], list[LayerRow]] = {}
+    for row in rows:
+        name = re.sub(r"\.\d+(\.\w+)$", r".*\1", row.name) if row.stack else row.name
+        lines.setdefault((name, row.method), []).append(row)
+    return lines
+
+
 def _show_result(quantized: Quantized) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -116,19 +127,23 @@ def _show_result(quantized: Quantized) -> None:
     table.add_column("layer", overflow="fold")
     for name in ("shape", "method", "error", "bits"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    for row in quantized.layers:
-        shape = "×".join(map(str, row.shape))
-        if row.why:
-            table.add_row(row.name, shape, f"kept: {row.why}", "", f"{row.bits:.3f}")
+    for (pattern, method), rows in _alike(quantized.layers).items():
+        count = f"{len(rows)} of " if rows[0].stack else ""
+        shape = count + "×".join(map(str, rows[0].shape))
+        bits = f"{sum(row.bits for row in rows) / len(rows):.3f}"
+        if rows[0].why:
+            table.add_row(pattern, shape, f"kept: {rows[0].why}", "", bits)
         else:
-            table.add_row(row.name, shape, row.method, f"{row.error:.4f}", f"{row.bits:.3f}")
+            error = sum(row.error for row in rows) / len(rows)
+            table.add_row(pattern, shape, method, f"{error:.4f}", bits)
     Console(highlight=False).print(table)
-    if quantized.kept_sentence:
-        typer.echo(quantized.kept_sentence)
+    for sentence in filter(None, (*quantized.expert_sentences, quantized.kept_sentence)):
+        typer.echo(sentence)
     perplexity, eight = quantized.lost.perplexity, scheme_of(quantized.scheme).activation_bits == 8
     reader = ", with activations in 8 bits as transformers rounds them" if eight else ""
     typer.echo(
-        f"{quantized.bits:.3f} bits per weight; perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"
+        f"{quantized.bits:.3f} bits per weight, {quantized.block_bits:.3f} in the blocks;"
+        f" perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"
         f" KL {quantized.lost.kl:.3g} nats per token, on {quantized.lost.tokens:,} tokens{reader}"
     )
     typer.echo(

@@ -70,16 +70,35 @@ def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) 
     """
     with torch.device("meta"):
         model = blueprint.build()
-    quantized, stored = {row.name for row in rows if row.method != UNQUANTIZED}, _stored_names(contents)
+    stacks, stored = {row.stack for row in rows}, _stored_names(contents)
+    quantized = {row.name for row in rows if row.method != UNQUANTIZED and not row.stack}
     linear = [
         path
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.Linear) and path not in quantized
     ]
-    owners = [matrix.owner for matrix in matrices(model, blueprint.blocks(model), [*quantized, *linear])]
+    others = matrices(model, blueprint.blocks(model), [*quantized, *linear])
+    owners = [matrix.owner for matrix in others if matrix.name not in stacks]
     own = isinstance(blueprint, HuggingFaceModel)
     names = [[stored.get(path, path), *([path] if own else [])] for path in [*linear, *owners]]
     return list(dict.fromkeys(name for each in names for name in each))
+
+
+def other_rows(contents: Contents, rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """The rows of the folder's tensors that are no matrices of the blocks, by their names on disk."""
+    known = {row.stack or row.name for row in rows}
+    others = []
+    for group in contents.layout.groups:
+        if not known & {path for name in group.sources for path in (name, name.removesuffix(".weight"))}:
+            bits = 8.0 * contents.dtypes[group.sources[0]].itemsize
+            others += [
+                LayerRow(name.removesuffix(".weight"), shape, UNQUANTIZED, 0.0, bits, _OUTSIDE)
+                for name, shape in group.shapes.items()
+            ]
+    return others
+
+
+_OUTSIDE = "embeddings, the output layer and vectors are not quantized"
 
 
 def write_quantized(
@@ -123,14 +142,16 @@ class _Reading:
 
         Its readers of packed weights expect the sources of every conversion to be packed too.
         """
-        if group.sources[0] not in self._weights:
+        names = list(group.shapes) if group.slices else group.sources[:1]
+        packed = [self._weights[name][0] for name in names if name in self._weights]
+        if not packed:
             own = group.unconverted.items() if self._readable else ()
             return [unchanged_tensor(name, name, shape) for name, shape in own] or [group]
-        row, _ = self._weights[group.sources[0]]
-        (stored,) = group.shapes
-        path = stored.removesuffix(".weight")
         return [
-            unchanged_tensor(f"{row.name}.{suffix}", f"{path}.{suffix}", form_of(form)[1])
+            unchanged_tensor(
+                f"{row.name}.{suffix}", f"{stored.removesuffix('.weight')}.{suffix}", form_of(form)[1]
+            )
+            for row, stored in zip(packed, group.shapes, strict=True)
             for suffix, form in row.tensors.items()
         ]
 

@@ -18,9 +18,11 @@ from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.dryrun.tracker import Tracker, asked_device
 from shardwise.hardware.this_machine import cpu_profile
 from shardwise.model.merging import ReadTensor
+from shardwise.plugins.quantize.experts import ExpertLayer
+from shardwise.plugins.quantize.quantizer import Quantizer
 from shardwise.plugins.quantize.source import SourceModel
 from shardwise.plugins.quantize.state import QuantizedBlock
-from shardwise.plugins.quantize.stream import Batches, Quantizer, quantize_blocks
+from shardwise.plugins.quantize.stream import Batches, quantize_blocks
 from shardwise.plugins.quantize.walk import Walk
 from shardwise.runtime.torch_private import FakeTensorMode, TorchDispatchMode, reading_a_value
 
@@ -54,11 +56,17 @@ class _Constants(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, dtype: torch.dtype) -> int:
+def predicted_peak(
+    source: SourceModel,
+    quantizer: Quantizer,
+    experts: Sequence[ExpertLayer],
+    batches: Batches,
+    dtype: torch.dtype,
+) -> int:
     """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
     walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
     blocks = None if source.blueprint.depth is None else range(1)
-    rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
+    rehearsed = replace(quantizer, method=quantizer.method.rehearsal(), least_tokens=0)
 
     def run() -> None:
         given = Batches(
@@ -67,7 +75,7 @@ def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, 
             _like(batches.labels),
             [None if each is None else torch.empty_like(each) for each in batches.counted],
         )
-        quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks)
+        quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks, experts=experts)
 
     return counted_peak(run) + cpu_profile(1).overhead.workspace_bytes
 

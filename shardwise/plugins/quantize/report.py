@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.model.unreached import reach_in_words, reached_shares
+from shardwise.model.unreached import SHOWN, reach_in_words, reached_shares
 from shardwise.plugins.quantize.gate import Lost
+from shardwise.plugins.quantize.methods import method_of
 from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow
 
 
@@ -17,6 +18,7 @@ class Quantized:
     """A finished pass.
 
     Attributes:
+        others: the tensors of the folder that are no matrices of the blocks: embeddings, output layer, vectors.
         notes: sentences about weights that are not reached, and about readers of the folder.
         folder: the folder written; None if the gate refused.
         stored_bytes: bytes of the tensors written; 0 if none were.
@@ -28,29 +30,74 @@ class Quantized:
     lost: Lost
     predicted_peak_bytes: int
     measured_peak_bytes: int
+    others: Sequence[LayerRow] = ()
     notes: tuple[str, ...] = ()
     folder: Path | None = None
     stored_bytes: int = 0
 
     @property
     def bits(self) -> float:
+        """Stored bits per weight over all weights of the model, those that are kept included."""
+        return _mean_bits([*self.layers, *self.others])
+
+    @property
+    def block_bits(self) -> float:
         """Stored bits per weight over all matrices of the blocks, those that are kept included."""
-        return sum(row.bits * row.numel for row in self.layers) / max(
-            1, sum(row.numel for row in self.layers)
-        )
+        return _mean_bits(self.layers)
 
     @property
     def kept(self) -> dict[str, float]:
-        """The share of the blocks' weights that stay as they are, by name, with ``*`` for numbers."""
-        kept = [(row.name, row.numel) for row in self.layers if row.method == UNQUANTIZED]
-        return reached_shares(kept, sum(row.numel for row in self.layers))
+        """The shares of the model's weights that stay as they are, by name, with ``*`` for numbers."""
+        return reached_shares(
+            [(row.name, row.numel) for row in self._kept_rows],
+            sum(row.numel for row in (*self.layers, *self.others)),
+        )
+
+    @property
+    def _kept_rows(self) -> list[LayerRow]:
+        return [row for row in (*self.layers, *self.others) if row.method == UNQUANTIZED]
 
     @property
     def kept_sentence(self) -> str:
-        """Which matrices of the blocks stay as they are, with their shares; "" if there are none."""
-        bits = sorted({row.bits for row in self.layers if row.method == UNQUANTIZED})
-        named = reach_in_words(self.kept, "the blocks' weights") if bits else ""
-        return f"{named} stay in {' and '.join(f'{each:g}' for each in bits)} bits" if bits else ""
+        """Which weights stay as they are, with their shares and reasons; "" if there are none."""
+        kept = self._kept_rows
+        if not kept:
+            return ""
+        bits = " and ".join(f"{each:g}" for each in sorted({row.bits for row in kept}))
+        reasons = "; ".join(dict.fromkeys(row.why for row in kept))
+        return f"{reach_in_words(self.kept, 'the weights')} stay in {bits} bits: {reasons}"
+
+    @property
+    def unseen(self) -> list[LayerRow]:
+        """The matrices of experts that no calibration token reached."""
+        return [row for row in self._expert_rows if not row.tokens]
+
+    @property
+    def few(self) -> list[LayerRow]:
+        """The matrices of experts that fewer calibration tokens reached than they have input channels."""
+        return [row for row in self._expert_rows if 0 < (row.tokens or 0) < row.shape[1]]
+
+    @property
+    def _expert_rows(self) -> list[LayerRow]:
+        return [row for row in self.layers if row.stack]
+
+    @property
+    def expert_sentences(self) -> list[str]:
+        """Which experts a method that needs calibration could not calibrate well; [] for other methods."""
+        rows = self._expert_rows
+        nearest = [row for row in rows if row.tokens and row.method != self.method]
+        if not rows or not method_of(self.method).calibrated:
+            return []
+        said = {
+            "got no calibration token and are rounded to nearest": self.unseen,
+            "got fewer calibration tokens than input channels, and a shrunk Hessian": self.few,
+            f"have no result of {self.method} and are rounded to nearest": nearest,
+        }
+        return [
+            f"{len(found)} of {len(rows)} matrices of experts {fate}: {_experts_in_words(found)}"
+            for fate, found in said.items()
+            if found
+        ]
 
     def result(self) -> dict[str, Any]:
         """What ``quantization.json`` holds: the same for the same settings, wherever and whenever they run."""
@@ -58,7 +105,9 @@ class Quantized:
             "scheme": self.scheme,
             "method": self.method,
             "bits": self.bits,
+            "block_bits": self.block_bits,
             "kept": self.kept,
+            "experts": self._experts_json(),
             "notes": list(self.notes),
             "perplexity": self.lost.perplexity,
             "kl": self.lost.kl,
@@ -76,7 +125,25 @@ class Quantized:
             "stored_bytes": self.stored_bytes,
         }
 
+    def _experts_json(self) -> dict[str, Any]:
+        return {
+            "matrices": len(self._expert_rows),
+            "unseen": [row.name for row in self.unseen],
+            "few": [row.name for row in self.few],
+        }
+
+
+def _experts_in_words(rows: Sequence[LayerRow]) -> str:
+    names = list(dict.fromkeys(row.name.rpartition(".")[0] for row in rows))
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
+
+
+def _mean_bits(rows: Sequence[LayerRow]) -> float:
+    return sum(row.bits * row.numel for row in rows) / max(1, sum(row.numel for row in rows))
+
 
 def _row_json(row: LayerRow) -> dict[str, Any]:
     said: dict[str, Any] = {"name": row.name, "error": row.error, "method": row.method, "bits": row.bits}
+    if row.tokens is not None:
+        said["tokens"] = row.tokens
     return {**said, "shape": list(row.shape), **({"why": row.why} if row.why else {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,11 +21,13 @@ from shardwise.model.lora import linear_layers
 from shardwise.model.native import NativeModel
 from shardwise.model.unreached import percent
 from shardwise.plugins.quantize.calibration import Chosen, Texts, open_batches
-from shardwise.plugins.quantize.folder import ignored, require_packable, write_quantized
+from shardwise.plugins.quantize.experts import ExpertLayer, expert_layers
+from shardwise.plugins.quantize.folder import ignored, other_rows, require_packable, write_quantized
 from shardwise.plugins.quantize.gate import lost
 from shardwise.plugins.quantize.methods import method_of
 from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged
 from shardwise.plugins.quantize.prediction import predicted_peak
+from shardwise.plugins.quantize.quantizer import Quantizer
 from shardwise.plugins.quantize.ranks import Ranks
 from shardwise.plugins.quantize.readers import reading_notes
 from shardwise.plugins.quantize.report import Quantized
@@ -32,7 +35,7 @@ from shardwise.plugins.quantize.rotated_source import require_same_logits, rotat
 from shardwise.plugins.quantize.settings import Settings, Watching
 from shardwise.plugins.quantize.source import SourceModel, open_source_model
 from shardwise.plugins.quantize.state import PassState
-from shardwise.plugins.quantize.stream import Quantizer, kept_matrices, quantize_blocks
+from shardwise.plugins.quantize.stream import kept_matrices, quantize_blocks
 from shardwise.plugins.quantize.walk import Walk
 from shardwise.plugins.quantize.walk_check import require_walk, walking
 from shardwise.recipe.presets import dimensions_of
@@ -52,14 +55,16 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         source = rotated_source(plain)
     require_packable(source.blueprint, source.contents)
     quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
-    notes = _result_notes(source, quantizer)
+    with torch.device("meta"):
+        experts = expert_layers(source.blueprint.build(), source.contents.layout.groups)
+    notes = _result_notes(source, quantizer, experts)
     require_walk(plain.blueprint, plain.over(plain.lowest), plain.length, COMPUTE_DTYPE)
     texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
     ranks = Ranks.joined()
     chosen = open_batches(source, settings.model, texts, ranks.size)
     batches = chosen.of(ranks)
     with walking(plain.blueprint):
-        predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE_DTYPE))
+        predicted = ranks.largest(predicted_peak(source, quantizer, experts, batches, COMPUTE_DTYPE))
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
     _require_memory(predicted)
     for note in notes:
@@ -74,7 +79,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     if state.done:
         say(f"going on after block {state.done} of {walk.depth}")
     with watching(walk.depth, state.done) as done:
-        sums = quantize_blocks(walk, quantizer, batches, state, done, ranks=ranks)
+        sums = quantize_blocks(walk, quantizer, batches, state, done, ranks=ranks, experts=experts)
     meter.sample()
     quantized = Quantized(
         settings.scheme,
@@ -83,6 +88,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         lost(sums),
         predicted,
         ranks.largest(meter.peak.allocated),
+        other_rows(source.contents, state.rows()),
         notes,
     )
     if settings.max_kl is not None and not quantized.lost.kl <= settings.max_kl:
@@ -91,23 +97,30 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         return replace(quantized, folder=settings.out)
     kept = ignored(source.blueprint, source.contents, quantized.layers)
     symmetric = not any(ZERO in row.tensors for row in quantized.layers)
-    config = quantization_config(quantizer.scheme, kept, settings.method, symmetric)
+    of_experts = quantizer.of_experts().scheme if experts else None
+    config = quantization_config(quantizer.scheme, kept, settings.method, symmetric, of_experts)
     written = write_quantized(settings.out, source.contents, state, config, quantized.result())
     state.remove()
     return replace(quantized, folder=settings.out, stored_bytes=written.bytes)
 
 
-def _result_notes(source: SourceModel, quantizer: Quantizer) -> tuple[str, ...]:
+def _result_notes(
+    source: SourceModel, quantizer: Quantizer, experts: Sequence[ExpertLayer]
+) -> tuple[str, ...]:
     """What the command will not reach, and what a reader of its folder has to know. Raises as ``reading_notes``."""
     blueprint = source.blueprint
     with torch.device("meta"):
         model = blueprint.build()
     blocks = blueprint.blocks(model)
     linear = list(linear_layers(model, blocks))
-    kept = sum(row.numel for row in kept_matrices(model, blocks, quantizer.dtypes))
-    whole = kept + sum(model.get_submodule(path).get_parameter("weight").numel() for path in linear)
+    kept = sum(row.numel for row in kept_matrices(model, blocks, quantizer.dtypes, experts))
+    packed = [model.get_parameter(stack) for layer in experts for stack in layer.stacks]
+    packed += [model.get_submodule(path).get_parameter("weight") for path in linear]
+    whole = kept + sum(parameter.numel() for parameter in packed)
     said = f"{percent(kept / whole)} of the blocks' weights stay as they are: they are not in linear layers"
     sentences: tuple[str, ...] = (said,) if kept else ()
+    if experts and quantizer.scheme.activation_bits == 8:
+        sentences += ("experts keep activations in 16 bits: transformers dequantizes them while it loads",)
     method = quantization_config(quantizer.scheme, [], quantizer.method.name)["quant_method"]
     if method == METHOD and isinstance(blueprint, HuggingFaceModel):
         sentences += reading_notes(model, linear, quantizer.scheme)

@@ -35,15 +35,17 @@ _METADATA_KEY = "shardwise"
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One linear layer of the blocks in the report, or another matrix, which is always kept.
+    """One linear layer of the blocks in the report, one matrix of an expert, or another matrix, which is always kept.
 
     Attributes:
-        name: path of the layer; of another matrix, its own name.
+        name: path of the layer, of an expert's matrix that on disk; of another matrix, its own name.
         shape: of the weight; that of stacked matrices has more than two numbers.
         error: relative output error over the calibration tokens, of the weights without them; 0 if kept.
         bits: stored bits per weight.
         why: why the weight is kept; "" if it is quantized.
         tensors: stored tensors by suffix: (dtype as safetensors names it, shape).
+        stack: of an expert's matrix, the name of the model's tensor that it is a part of.
+        tokens: of an expert's matrix, the calibration tokens that the router sent to it; None without calibration.
     """
 
     name: str
@@ -53,6 +55,8 @@ class LayerRow:
     bits: float
     why: str = ""
     tensors: Mapping[str, tuple[str, list[int]]] = field(default_factory=dict)
+    stack: str = ""
+    tokens: int | None = None
 
     @property
     def numel(self) -> int:

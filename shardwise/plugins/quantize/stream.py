@@ -2,11 +2,12 @@
 
 Per block: the base model's held-out activations go through the original weights; the calibration activations, which
 come from quantized blocks (GPTQ, Frantar et al. 2022, arXiv:2210.17323, section 3.3), give the input statistics; every
-linear layer is quantized; both go through the quantized weights. So peak memory is one block, its activations, and one
-Hessian per distinct input. Embedding, head and everything that is not a linear layer of a block stay as they are; the
-other matrices of the blocks are reported.
+linear layer and every expert (experts.py) is quantized; both go through the quantized weights. So peak memory is one
+block, its activations, and one Hessian per distinct input; those of experts take as much as the block. Embedding, head
+and everything else stay as they are; the other matrices of the blocks are reported.
 
-The pass never waits for a value except inside methods. The prediction runs the same code on fake tensors.
+The pass waits for values only inside methods and for the number of an expert's rows. The prediction runs the same code
+on fake tensors.
 """
 
 from __future__ import annotations
@@ -19,24 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.scheme import Scheme
 from shardwise.core.units import format_percent
 from shardwise.model.lora import linear_layers
 from shardwise.model.unreached import matrices
+from shardwise.plugins.quantize.experts import BlockExperts, ExpertLayer, kept_reason
 from shardwise.plugins.quantize.gate import losses
-from shardwise.plugins.quantize.methods.base import (
-    InputStatistics,
-    NotConverged,
-    QuantizationMethod,
-    relative_output_error,
-)
+from shardwise.plugins.quantize.methods.base import InputStatistics
+from shardwise.plugins.quantize.quantizer import Quantizer, Rounded
 from shardwise.plugins.quantize.ranks import ALONE, Ranks
-from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow, QuantizedBlock, stored_form
+from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow, QuantizedBlock
 from shardwise.plugins.quantize.statistics import input_sums
 from shardwise.plugins.quantize.walk import Walk
 from shardwise.runtime.quantization.activations import rounded_to_float8, rounded_to_int8
 from shardwise.runtime.quantization.stored import weight_of
-from shardwise.runtime.quantization.weights import PACKED, ZERO
 
 
 class State(Protocol):
@@ -71,15 +67,6 @@ BlockProgress = Callable[[int], None]
 """Called after each block with its number."""
 
 
-@dataclass(frozen=True)
-class Quantizer:
-    """Quantizes every linear layer alike. ``dtypes``: those of the written folder, by name of the tensor."""
-
-    method: QuantizationMethod
-    scheme: Scheme
-    dtypes: Mapping[str, torch.dtype]
-
-
 @torch.no_grad()
 def quantize_blocks(
     walk: Walk,
@@ -89,12 +76,14 @@ def quantize_blocks(
     done: BlockProgress = lambda _: None,
     blocks: Iterable[int] | None = None,
     ranks: Ranks = ALONE,
+    experts: Sequence[ExpertLayer] = (),
 ) -> Tensor:
     """Quantize every block and save it in ``state``; returns the sums of ``losses``.
 
     Args:
         batches: those of this rank.
         blocks: the blocks to run, in order; a prediction leaves out those that are like others.
+        experts: the mixtures' experts that are quantized.
     """
     calibration = list(walk.embedded(batches.calibration))
     base = list(walk.embedded(batches.held_out))
@@ -102,12 +91,12 @@ def quantize_blocks(
     inside = walk.blueprint.blocks(walk.model)
     targets, kept = (
         set(linear_layers(walk.model, inside)),
-        kept_matrices(walk.model, inside, quantizer.dtypes),
+        kept_matrices(walk.model, inside, quantizer.dtypes, experts),
     )
     for index in range(walk.depth) if blocks is None else blocks:
         with walk.loaded(index, (calibration or base)[0]) as run:
             _advance(run, base)
-            block = _Block(walk, index, targets, kept, quantizer)
+            block = _Block(walk, index, targets, kept, experts, quantizer)
             if index in state:
                 found = state.load(index)
             else:
@@ -124,9 +113,13 @@ def quantize_blocks(
 
 
 def kept_matrices(
-    model: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    dtypes: Mapping[str, torch.dtype],
+    experts: Sequence[ExpertLayer] = (),
 ) -> list[LayerRow]:
-    """The rows of the matrices in the blocks that are no linear layers, such as the experts of a mixture."""
+    """The rows of the matrices in the blocks that are neither linear layers nor ``experts``."""
+    stacks = {stack for layer in experts for stack in layer.stacks}
     return [
         LayerRow(
             matrix.name,
@@ -134,9 +127,10 @@ def kept_matrices(
             UNQUANTIZED,
             0.0,
             8.0 * dtypes[matrix.name].itemsize,
-            f"{matrix.kind} is no linear layer",
+            kept_reason(model.get_submodule(matrix.owner)),
         )
         for matrix in matrices(model, blocks, list(linear_layers(model, blocks)))
+        if matrix.name not in stacks
     ]
 
 
@@ -147,15 +141,22 @@ def _advance(run: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
 
 
 class _Block:
-    """A loaded block, whose linear layers get their quantized weights."""
+    """A loaded block, whose linear layers and experts get their quantized weights."""
 
     def __init__(
-        self, walk: Walk, index: int, targets: set[str], rows: Sequence[LayerRow], quantizer: Quantizer
+        self,
+        walk: Walk,
+        index: int,
+        targets: set[str],
+        rows: Sequence[LayerRow],
+        experts: Sequence[ExpertLayer],
+        quantizer: Quantizer,
     ) -> None:
         self._module, self._prefix, self._quantizer = walk.block(index), walk.path(index), quantizer
         names = [path for path, _ in self._module.named_modules() if self._name(path) in targets]
         self._layers = {path: self._module.get_submodule(path) for path in names}
         self._kept = [row for row in rows if row.name.startswith(f"{self._prefix}.")]
+        self._experts = BlockExperts(self._module, self._prefix, experts, quantizer)
 
     def _name(self, path: str) -> str:
         """The name in the model of a path in the block."""
@@ -166,8 +167,11 @@ class _Block:
         for name, value in block_result.changed.items():
             owner, _, key = name.removeprefix(f"{self._prefix}.").rpartition(".")
             _replace_parameter(self._module.get_submodule(owner), key, value)
-        for name, tensors in block_result.weights.items():
-            layer = self._layers[name.removeprefix(f"{self._prefix}.")]
+        self._experts.restore(block_result.weights)
+        for path, layer in self._layers.items():
+            tensors = block_result.weights.get(self._name(path))
+            if tensors is None:
+                continue
             rows, columns = layer.get_parameter("weight").shape
             weight = weight_of(tensors, self._quantizer.scheme.bits, (rows, columns))
             self._serve(layer, weight.dequantize())
@@ -189,11 +193,12 @@ class _Block:
         paths = [*statistics, *(path for path in self._layers if path not in statistics)]
         own = {path: self._quantize(path, statistics.pop(path, None)) for path in ranks.part(paths)}
         statistics.clear()
+        results = ranks.exchanged(paths, own) | self._experts.quantized(run, calibration, counted, ranks)
         block_result = QuantizedBlock()
-        for path, (row, tensors) in ranks.exchanged(paths, own).items():
+        for row, tensors in results.values():
             block_result.rows.append(row)
             if tensors is not None:
-                block_result.weights[self._name(path)] = tensors
+                block_result.weights[row.name] = tensors
         block_result.rows.extend(self._kept)
         for path in touched:
             for key, parameter in self._module.get_submodule(path).named_parameters(recurse=False):
@@ -219,42 +224,15 @@ class _Block:
             require_same_output(self._prefix, method.name, before - hidden, run(hidden) - hidden)
         return touched
 
-    def _quantize(
-        self, path: str, statistics: InputStatistics | None
-    ) -> tuple[LayerRow, Mapping[str, Tensor] | None]:
-        """The row of a layer, and its stored tensors unless it is kept."""
-        name, method = self._name(path), self._quantizer.method
+    def _quantize(self, path: str, statistics: InputStatistics | None) -> Rounded:
         weight = self._layers[path].get_parameter("weight").data
-        shape = int(weight.shape[0]), int(weight.shape[1])
-        stored = self._quantizer.dtypes[f"{name}.weight"]  # of the scales too
-        why = "no calibration token reaches it" if statistics is None and method.calibrated else ""
-        if not why:
-            try:
-                result = method.quantize(weight.to(stored), self._quantizer.scheme, statistics)
-                tensors = _stored_tensors(result.tensors())
-            except NotConverged as reason:
-                why = str(reason) or "it does not converge"
-        if why:
-            return LayerRow(name, shape, UNQUANTIZED, 0.0, 8.0 * stored.itemsize, why), None
-        error = relative_output_error(weight, result.dequantize(), statistics)
-        return LayerRow(name, shape, method.name, error, result.bits, tensors=stored_form(tensors)), tensors
+        return self._quantizer.layer(self._name(path), weight, statistics)
 
     def _serve(self, layer: nn.Module, weight: Tensor) -> None:
         """Give a layer its dequantized weight, and 8-bit inputs if the scheme has them."""
         _replace_parameter(layer, "weight", weight)
         if self._quantizer.scheme.activation_bits == 8:
             layer.register_forward_pre_hook(_IN_8_BITS[self._quantizer.scheme.kind])
-
-
-def _stored_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The stored tensors. Raises NotConverged for zero points of several groups in one row of words.
-
-    compressed-tensors up to 0.20 fails to unpack them: their transpose counts as contiguous, with a stride of 2.
-    """
-    zero = tensors.get(ZERO)
-    if zero is not None and PACKED in tensors and zero.shape[0] == 1 < zero.shape[1]:
-        raise NotConverged("compressed-tensors cannot read zero points of so few output channels")
-    return tensors
 
 
 _IN_8_BITS = {

@@ -72,7 +72,7 @@ def test_a_model_is_quantized_written_and_loaded(
     words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
     words += ["--calibrate", str(folder / "words.txt")]
     found = said([*words, "--json"], capfd)
-    assert found["bits"] == pytest.approx(4 + 32 / 16)
+    assert found["block_bits"] == pytest.approx(4 + 32 / 16)
     assert found["perplexity"]["quantized"] > 0 and found["kl"] > 0
     assert len(found["layers"]) == 7
     assert {row["method"] for row in found["layers"]} == {"rtn"}
@@ -80,6 +80,9 @@ def test_a_model_is_quantized_written_and_loaded(
     assert found["predicted_peak_bytes"] > 0 and found["measured_peak_bytes"] > 0
     assert json.loads((tmp_path / "out" / "quantization.json").read_text())["kl"] == found["kl"]
     stored = load_file(tmp_path / "out" / "model.safetensors")
+    dense = sum(each.numel() for each in load_file(folder / "base" / "model.safetensors").values())
+    whole = sum(8 * each.nbytes for name, each in stored.items() if not name.endswith("_shape"))
+    assert found["bits"] == pytest.approx(whole / dense)
     assert stored["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.int32
     assert not list(tmp_path.glob("*.quantizing"))
     assert run(["quantize", *words]) == 2
@@ -95,57 +98,37 @@ def test_the_table_names_layers_and_what_was_lost(
     assert "model.layers.0.self_attn.o_proj" in shown and "perplexity" in shown and "predicted" in shown
 
 
-def stored_bits(folder: Path, blocks: str = "model.layers.") -> float:
-    """Bits per weight of the matrices that the files of a folder have in the blocks, with their scales."""
-    tensors = load_file(folder / "model.safetensors")
-    inside = {name: each for name, each in tensors.items() if name.startswith(blocks) and each.dim() > 1}
-    weights = sum(
-        int(tensors[f"{name.removesuffix('_packed')}_shape"].prod())
-        if name.endswith("_packed")
-        else each.numel()
-        for name, each in inside.items()
-        if not name.endswith("_scale")
-    )
-    return sum(8 * each.nbytes for each in inside.values()) / weights
-
-
 @pytest.mark.usefixtures("no_prediction")
 @pytest.mark.parametrize(
-    ("family", "dtype", "experts"),
-    [("qwen3_moe", "float32", "mlp.experts"), ("gpt_oss", "bfloat16", "mlp.experts")],
+    ("family", "dtype", "packed"), [("qwen3_moe", "float32", True), ("gpt_oss", "bfloat16", False)]
 )
 def test_experts_are_named_and_counted(
-    family: str, dtype: str, experts: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    family: str, dtype: str, packed: bool, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the table, in one line with their share, in bits per weight, and in the config."""
+    """Packed, or left as they are with the reason: in the table, in bits per weight, and in the config."""
     base = saved_model(tmp_path / "base", family, vocab_size=256)
     transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype).save_pretrained(tmp_path / "typed")
     capfd.readouterr()
-    words = [
-        str(tmp_path / "typed"),
-        str(tmp_path / "out"),
-        "--scheme",
-        "w4a16-g16",
-        "--method",
-        "rtn",
-        *SHORT,
-    ]
-    shown = said([*words, "--calibrate", str(folder / "words.txt")], capfd)
+    words = [str(tmp_path / "typed"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn"]
+    shown = said([*words, *SHORT, "--calibrate", str(folder / "words.txt")], capfd)
     bits = 8 * getattr(torch, dtype).itemsize
     report = json.loads((tmp_path / "out" / "quantization.json").read_text())
     stored = load_file(tmp_path / "base" / "model.safetensors")
-    inside = sum(each.numel() for name, each in stored.items() if ".layers." in name and each.dim() > 1)
-    share = (
-        sum(each.numel() for name, each in stored.items() if ".experts." in name and each.dim() > 1) / inside
-    )
-    kept = {name: value for name, value in report["kept"].items() if f".*.{experts}." in name}
-    assert sum(kept.values()) == pytest.approx(share) and share > 0.5
-    assert f"{100 * max(kept.values()):.1f} % of the blocks' weights)" in shown
-    assert f"stay in {bits} bits" in shown and "kept: " in shown and f"{bits}.000" in shown
-    assert report["bits"] == pytest.approx(stored_bits(tmp_path / "out"), rel=1e-6)
-    assert f"{report['bits']:.3f} bits per weight" in shown
+    whole = sum(each.numel() for each in stored.values())
+    experts = sum(each.numel() for name, each in stored.items() if ".experts." in name and each.dim() > 1)
+    kept = sum(value for name, value in report["kept"].items() if ".experts" in name)
+    assert kept == (0 if packed else pytest.approx(experts / whole, rel=0.05)) and experts > 0.3 * whole
+    assert report["experts"]["matrices"] == (24 if packed else 0)
+    assert ("GptOssExperts is no linear layer, and its experts are stored with has_bias" in shown) != packed
+    assert ("4 of 32×16" in shown) == packed
+    assert f" stay in {bits} bits: " in shown and f"{bits}.000" in shown
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    size = sum(8 * each.nbytes for name, each in written.items() if not name.endswith("_shape"))
+    assert report["bits"] == pytest.approx(size / whole, rel=1e-6)
+    assert f"{report['bits']:.3f} bits per weight, {report['block_bits']:.3f} in the blocks" in shown
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert {f"model.layers.{index}.{experts}" for index in range(2)} <= {*config["ignore"]}
+    paths = {f"model.layers.{index}.mlp.experts" for index in range(2)}
+    assert paths & {*config["ignore"]} == (set() if packed else paths)
 
 
 @pytest.mark.usefixtures("no_prediction")
@@ -153,7 +136,7 @@ def test_experts_are_named_and_counted(
 def test_a_quantized_mixture_is_read_exported_and_merged(
     family: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its experts stand in the folder as transformers holds them; the dense folder has the same logits."""
+    """The dense folder has the same logits as the packed experts."""
     base = saved_model(tmp_path / "base", family, vocab_size=256)
     capfd.readouterr()
     words = [str(base), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
@@ -205,7 +188,7 @@ def test_the_gate_writes_nothing_above_the_limit(
     assert err.count("\n") == 1 and "quantization lost too much" in err
     assert not (tmp_path / "out").exists() and (tmp_path / "out.quantizing").is_dir()
     refused = json.loads(out)
-    assert refused["bits"] == pytest.approx(bits, rel=2e-3) and refused["folder"] is None
+    assert refused["block_bits"] == pytest.approx(bits, rel=2e-3) and refused["folder"] is None
     assert [row["error"] for row in refused["layers"]] == pytest.approx([error] * 7, rel=0.4)
     passed = said([*words, "--max-kl", str(1.01 * refused["kl"])], capfd)
     assert (passed["kl"], passed["layers"]) == (refused["kl"], refused["layers"]) and refused["kl"] > 1e-9
@@ -236,10 +219,40 @@ def test_a_run_is_quantized_on_its_own_data(
     capfd.readouterr()
     words = [str(tmp_path / "run"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "gptq"]
     found = said([*words, "--sequences", "4", "--json"], capfd)
-    assert found["bits"] == pytest.approx(4 + 16 / 16)
+    assert found["block_bits"] == pytest.approx(4 + 16 / 16)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("no_prediction")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_run_of_a_native_mixture_is_quantized(
+    family: str, folder: Path, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its experts are packed under transformers' names: its weights are close to the run's, its logits ours."""
+    data = {"source": str(folder / "words.txt"), "sequence_length": 16}
+    sizes = {"family": family, "layers": 2, "width": 16, "ffn": 16, "experts": 3, "experts_per_token": 2}
+    pool.run(1, leave_run, tmp_path / "run", {"model": {**LLAMA, **sizes}, "data": data}, {})
+    capfd.readouterr()
+    words = [str(tmp_path / "run"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "gptq"]
+    found = said([*words, "--sequences", "8", "--json"], capfd)
+    assert found["experts"]["matrices"] == 2 * 3 * 3 and found["block_bits"] < 6.5
+    assert not any("experts" in name for name in found["kept"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    blueprint = HuggingFaceModel(str(tmp_path / "out"), 16, objective=None)
+    own = blueprint.build().eval()
+    blueprint.fill(own, 0)
+    ids = torch.arange(32).view(2, 16) + 3
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        assert float((blueprint.logits(own, ids) - expected).norm() / expected.norm()) < 1e-6
+    assert run(["export", str(tmp_path / "run"), str(tmp_path / "dense")]) == 0
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    for name, weight in dense.model.named_parameters():
+        if "experts" in name:
+            error = model.model.get_parameter(name).detach() - weight.detach()
+            assert 0 < float(error.norm() / weight.detach().norm()) < 0.15
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,20 @@ def test_the_predicted_peak_is_the_measured_one(
     assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.05)
 
 
+@pytest.mark.long
+def test_the_predicted_peak_of_a_mixture_is_the_measured_one(tmp_path: Path, shell: Shell) -> None:
+    """With the Hessians of experts, which make the peak here."""
+    sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_local_experts": 8}
+    saved_model(tmp_path / "base", "mixtral", max_position_embeddings=512, **sizes)
+    write_words(tmp_path / "words.txt", 40_000)
+    words = ["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--scheme", "w4a16-channel", "--json"]
+    words += ["--tokenizer", "bytes", "--calibrate", str(tmp_path / "words.txt"), "--method", "gptq"]
+    done = shell.run(*words, "--sequences", "16", "--sequence-length", "512", timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.05)
+
+
 def pass_here(settings: Settings) -> dict[str, Any]:
     """One rank's part of a quantization; called on every rank."""
     with unpredicted():

@@ -102,6 +102,9 @@ class AWQ(QuantizationMethod):
         levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance, self.search)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
 
+    def without_zero_points(self) -> QuantizationMethod:
+        return replace(self, symmetric=True)
+
     def rehearsal(self) -> QuantizationMethod:
         return replace(self, steps=1, search=REHEARSED)
 

@@ -63,6 +63,10 @@ class QuantizationMethod(ABC):
         Raises NotConverged when the layer should stay in 16 bits.
         """
 
+    def without_zero_points(self) -> QuantizationMethod:
+        """The method with symmetric levels, for weights whose readers know no zero points."""
+        return self
+
     def rehearsal(self) -> QuantizationMethod:
         """A method with the same peak memory and fewer operations: a prediction runs it on fake tensors."""
         return self

@@ -45,6 +45,7 @@ class HalfQuadratic(QuantizationMethod):
         iterations: alternations.
         penalty: the first β, for errors in units of the scale.
         growth: factor of β per alternation.
+        symmetric: levels without zero points.
         search: of the first range.
     """
 
@@ -53,6 +54,7 @@ class HalfQuadratic(QuantizationMethod):
     iterations: int = 20
     penalty: float = 10.0
     growth: float = 1.01
+    symmetric: bool = False
     search: Search = WHOLE_SEARCH
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
@@ -60,19 +62,21 @@ class HalfQuadratic(QuantizationMethod):
         dtype = stored_dtype(weight)
 
         def fitted(part: Tensor) -> Levels:
-            return self._fitted(part, clipped(part, scheme.bits, False, dtype, search=self.search))
+            return self._fitted(part, clipped(part, scheme.bits, self.symmetric, dtype, search=self.search))
 
         levels = in_parts(groups, fitted)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
+
+    def without_zero_points(self) -> QuantizationMethod:
+        return replace(self, symmetric=True)
 
     def rehearsal(self) -> QuantizationMethod:
         return replace(self, iterations=min(self.iterations, 2), search=REHEARSED)
 
     def _fitted(self, groups: Tensor, start: Levels) -> Levels:
         """The best levels of every group [out, groups, size], from the given ones on."""
-        assert start.zero is not None
         half, beta = 1 << start.bits - 1, self.penalty
-        scale, zero = start.scale, start.zero
+        scale, zero = start.scale, torch.zeros_like(start.scale) if start.zero is None else start.zero
         best_scale, best_zero, least = scale, zero, torch.full_like(scale, torch.inf)
         for _ in range(self.iterations):
             levels = Levels(stored_scale(scale, start.dtype), zero.round(), start.bits, start.dtype)
@@ -87,10 +91,11 @@ class HalfQuadratic(QuantizationMethod):
             kept = groups - self._shrunken(error, levels.scale.unsqueeze(2), beta)
             scale = (steps * kept).sum(2) / steps.square().sum(2).clamp(min=1)
             scale = torch.where(scale > 0, scale, levels.scale)
-            shift = (steps - kept / scale.unsqueeze(2)).mean(2)
-            zero = (levels.zero + shift).clamp(-half, half - 1)
+            if start.zero is not None:
+                shift = (steps - kept / scale.unsqueeze(2)).mean(2)
+                zero = (levels.zero + shift).clamp(-half, half - 1)
             beta *= self.growth
-        return Levels(best_scale, best_zero, start.bits, start.dtype)
+        return Levels(best_scale, None if start.zero is None else best_zero, start.bits, start.dtype)
 
     def _shrunken(self, error: Tensor, scale: Tensor, beta: float) -> Tensor:
         """The part of the error that its threshold leaves."""

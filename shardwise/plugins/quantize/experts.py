@@ -1,0 +1,267 @@
+"""The experts of a mixture, stacks of matrices in one module: each matrix is quantized on its own.
+
+    stacks    gate_up_proj [e, 2m, h] (without a gate up_proj [e, m, h]), down_proj [e, h, m]
+    inputs    of an expert's gate and up: the hidden states of the tokens that the router sends to it;
+              of its down: their gated activations, without the router's weight
+
+A block runs once more for every group of experts, with a stand-in that records these inputs and computes no output.
+All Hessians of a group are in memory at once, e (h² + m²) floats; a group has as many experts as fit into the bytes of
+the block's weights. Holding those of all experts would need e times one; running expert by expert, e times the block.
+
+Some experts get few rows, or none. Their Hessians are shrunk (statistics.py): on Gaussian rows of any spectrum GPTQ and
+AWQ then lose at most 0.1 % against rounding to nearest, where they lost up to 77 %
+(`python benchmarks/expert_rows.py`). Without any row, an expert is rounded to nearest.
+
+Packed are the experts that the files have one by one: transformers' readers of packed weights take no others. The
+modules are transformers' and the native one's (model/mixture.py), which are called alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.files.folder_layout import StackSlice, TensorGroup
+from shardwise.model.mixture import Experts
+from shardwise.plugins.quantize.methods.base import InputStatistics
+from shardwise.plugins.quantize.quantizer import Quantizer, Rounded
+from shardwise.plugins.quantize.ranks import Ranks
+from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow
+from shardwise.plugins.quantize.statistics import InputSums, shrunk
+from shardwise.runtime.quantization.stored import weight_of
+
+DOWN = "down_proj"
+"""The stack that reads activations; the other one reads hidden states."""
+
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one module.
+
+    Attributes:
+        path: of the module in the model.
+        count: of experts.
+        matrices: where each matrix is, by its path on disk.
+    """
+
+    path: str
+    count: int
+    matrices: Mapping[str, StackSlice]
+
+    @property
+    def stacks(self) -> set[str]:
+        """Canonical names of the stacks."""
+        return {part.stack for part in self.matrices.values()}
+
+
+def expert_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> list[ExpertLayer]:
+    """The experts of a model that can be packed.
+
+    Args:
+        groups: the tensors of its folder.
+    """
+    found: dict[str, dict[str, StackSlice]] = {}
+    for group in groups:
+        for name, part in group.slices.items():
+            found.setdefault(part.stack.rpartition(".")[0], {})[name.removesuffix(".weight")] = part
+    layers = []
+    for path, matrices in found.items():
+        if not _obstacle(model.get_submodule(path)):
+            count = 1 + max(part.index for part in matrices.values())
+            layers.append(ExpertLayer(path, count, matrices))
+    return layers
+
+
+def kept_reason(module: nn.Module) -> str:
+    """Why a matrix of a module that is no linear layer stays as it is."""
+    why = f"{type(module).__name__} is no linear layer"
+    if not hasattr(module, "has_gate"):  # of transformers' experts only
+        return why
+    return f"{why}, and {_obstacle(module) or 'its files do not have the experts one by one'}"
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why the experts of a module cannot be quantized; "" if they can. transformers' decorator sets the attributes."""
+    if isinstance(module, Experts):
+        return ""
+    if getattr(module, "has_gate", None) is None:
+        return "its experts are not called as transformers calls experts"
+    for name, value in (("has_bias", False), ("is_transposed", False), ("has_post_expert_norm", False)):
+        if getattr(module, name) != value:
+            return f"its experts are stored with {name}"
+    return "" if module.is_concatenated else "its gates and ups are interleaved"
+
+
+class BlockExperts:
+    """The experts of a loaded block, whose stacks get the quantized weights."""
+
+    def __init__(
+        self, block: nn.Module, prefix: str, layers: Sequence[ExpertLayer], quantizer: Quantizer
+    ) -> None:
+        self._block, self._prefix, self._quantizer = block, prefix, quantizer.of_experts()
+        self._layers = [layer for layer in layers if layer.path.startswith(f"{prefix}.")]
+
+    def quantized(
+        self, run: Run, calibration: Sequence[Tensor], counted: Sequence[Tensor | None], ranks: Ranks
+    ) -> dict[str, Rounded]:
+        """The rows and stored tensors of all matrices by their paths; a stack is kept whole or not at all."""
+        results: dict[str, Rounded] = {}
+        for layer in self._layers:
+            module = self._module(layer)
+            own: dict[str, Rounded] = {}
+            for members in self._groups(layer, bool(calibration)):
+                inputs = _Inputs.of(module, members, layer)
+                with _recorded(module, inputs):
+                    for batch, real in zip(calibration, counted, strict=True):
+                        inputs.counted = None if real is None else real.flatten()
+                        run(batch)
+                ranks.sum_inputs(inputs.sums)
+                statistics = inputs.statistics() if calibration else {}
+                names = [name for name, part in layer.matrices.items() if part.index in members]
+                for name in ranks.part(names):
+                    own[name] = self._rounded(name, layer.matrices[name], statistics.get(name))
+                del statistics, inputs
+                results |= ranks.exchanged(names, {name: own[name] for name in ranks.part(names)})
+        return self._whole_stacks(results)
+
+    def restore(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Give the stacks the weights of a finished block, as a reader of its file computes them."""
+        bits = self._quantizer.scheme.bits
+        for layer in self._layers:
+            for stack in sorted(layer.stacks):
+                parts = {name: part for name, part in layer.matrices.items() if part.stack == stack}
+                if not parts.keys() <= weights.keys():
+                    continue
+                whole = torch.empty_like(self._stack(stack))  # the old memory may be a mapped file
+                for name, part in parts.items():
+                    matrix = whole[part.index, part.start : part.stop]
+                    shape = int(matrix.shape[0]), int(matrix.shape[1])
+                    matrix.copy_(weight_of(weights[name], bits, shape).dequantize())
+                key = stack.rpartition(".")[2]
+                self._module(layer).register_parameter(key, nn.Parameter(whole, requires_grad=False))
+
+    def _rounded(self, name: str, part: StackSlice, statistics: InputStatistics | None) -> Rounded:
+        return self._quantizer.expert(name, part.stack, self._matrix(part), statistics)
+
+    def _module(self, layer: ExpertLayer) -> nn.Module:
+        return self._block.get_submodule(layer.path.removeprefix(f"{self._prefix}."))
+
+    def _matrix(self, part: StackSlice) -> Tensor:
+        return self._stack(part.stack)[part.index, part.start : part.stop]
+
+    def _stack(self, name: str) -> Tensor:
+        return self._block.get_parameter(name.removeprefix(f"{self._prefix}.")).data
+
+    def _groups(self, layer: ExpertLayer, calibrated: bool) -> Iterator[range]:
+        """The experts whose statistics are in memory together."""
+        widths = {part.stack: self._matrix(part).shape[1] for part in layer.matrices.values()}
+        one = sum(4 * width**2 for width in widths.values())
+        room = sum(parameter.nbytes for parameter in self._block.parameters())
+        size = max(1, min(layer.count, room // one)) if calibrated else layer.count
+        yield from (range(at, min(at + size, layer.count)) for at in range(0, layer.count, size))
+
+    def _whole_stacks(self, results: dict[str, Rounded]) -> dict[str, Rounded]:
+        """Replace the matrices of a stack by one row for it if some cannot be represented: readers take all or none."""
+        broken = {row.stack: row for row, tensors in results.values() if tensors is None}
+        kept: dict[str, Rounded] = {
+            name: rounded for name, rounded in results.items() if rounded[0].stack not in broken
+        }
+        for stack, row in broken.items():
+            shape = tuple(self._stack(stack).shape)
+            kept[stack] = LayerRow(stack, shape, UNQUANTIZED, 0.0, row.bits, row.why), None
+        return kept
+
+
+@dataclass
+class _Inputs:
+    """The sums over what some experts read.
+
+    Attributes:
+        experts: the module. members: indices of the experts.
+        hidden, activations: sums of each member's rows, in order.
+        counted: [t], false for the padding of the batch that runs; None without padding.
+    """
+
+    experts: Any
+    members: range
+    hidden: list[InputSums]
+    activations: list[InputSums]
+    counted: Tensor | None = field(default=None)
+
+    @classmethod
+    def of(cls, experts: Any, members: range, layer: ExpertLayer) -> _Inputs:
+        """Zero sums. The layers of each are the matrices that read it."""
+        names: dict[tuple[int, bool], list[str]] = {}
+        for name, part in layer.matrices.items():
+            names.setdefault((part.index, part.stack.endswith(f".{DOWN}")), []).append(name)
+        first, down = _first_stack(experts), experts.down_proj
+        hidden = [InputSums.zero(names[index, False], first.shape[2], first) for index in members]
+        activations = [InputSums.zero(names[index, True], down.shape[2], down) for index in members]
+        return cls(experts, members, hidden, activations)
+
+    @property
+    def sums(self) -> list[InputSums]:
+        return [*self.hidden, *self.activations]
+
+    def statistics(self) -> dict[str, InputStatistics]:
+        """The means by path of the matrix, for few rows; the sums are used up."""
+        means = [(sums.layers, shrunk(sums.mean())) for sums in self.sums]
+        return {name: mean for names, mean in means for name in names}
+
+    def add(self, hidden: Tensor, chosen: Tensor) -> None:
+        """Add the rows of a batch: hidden states [t, h] and the experts [t, k] that each token goes to."""
+        experts, order = chosen.flatten().sort(stable=True)
+        tokens = order // chosen.shape[1]
+        borders = torch.arange(self.members.start, self.members.stop + 1, device=experts.device)
+        ends = torch.searchsorted(experts, borders.to(experts.dtype)).tolist()
+        first = _first_stack(self.experts)
+        for place, index in enumerate(self.members):
+            own = tokens[ends[place] : ends[place + 1]]
+            counted = None if self.counted is None else self.counted[own]
+            rows = hidden[own]
+            self.hidden[place].add(rows, counted)
+            self.activations[place].add(self._activations(F.linear(rows, first[index])), counted)
+
+    def _activations(self, product: Tensor) -> Tensor:
+        """What the expert's down projection reads."""
+        if isinstance(self.experts, Experts):
+            gate, up = product.chunk(2, dim=-1)
+            activations: Tensor = self.experts.act_fn(gate) * up
+        else:
+            activations = (
+                self.experts._apply_gate(product) if self.experts.has_gate else self.experts.act_fn(product)
+            )
+        return activations
+
+
+def _first_stack(experts: Any) -> Tensor:
+    """The stack that reads hidden states."""
+    gated = isinstance(experts, Experts) or experts.has_gate
+    stack: Tensor = experts.gate_up_proj if gated else experts.up_proj
+    return stack
+
+
+@contextmanager
+def _recorded(module: nn.Module, inputs: _Inputs) -> Iterator[None]:
+    """Within the block, the module adds what it is given to ``inputs`` and returns zeros."""
+    signature = inspect.signature(type(module).forward)
+
+    def stand_in(*args: Any, **named: Any) -> Tensor:
+        _, hidden, chosen, *_ = signature.bind(module, *args, **named).arguments.values()
+        inputs.add(hidden.reshape(-1, hidden.shape[-1]), chosen)
+        return torch.zeros_like(hidden)
+
+    module.forward = stand_in
+    try:
+        yield
+    finally:
+        del module.forward
