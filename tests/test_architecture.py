@@ -231,7 +231,6 @@ OTHERS_PRIVATE = {
     "_is_expert_parallel": "transformers: an experts module that holds some of the experts",
     "_is_hf_initialized": "transformers: documented for authors of models",
     "_no_split_modules": "transformers: the blocks of a model",
-    "_apply_gate": "transformers: what an experts module does between its two products",
     "_attn_implementation": "transformers: which attention a model calls",
     "_ignore_bidirectional_mask_sdpa": "transformers: leaves out a mask without padding, for which it reads values",
 }

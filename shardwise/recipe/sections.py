@@ -235,7 +235,7 @@ class AdapterSpec(Section):
     learning_rate_ratio: Annotated[float, Field(gt=0, le=1e4)] = 1.0
     """learning rate of B divided by the learning rate of A (LoRA+)"""
     quantize: Quantize = "none"
-    """storage of frozen linear layers and experts: none (unchanged), nf4 (NF4 with double quantization, QLoRA) or int8"""
+    """storage of frozen linear layers and experts: none (unchanged), nf4 (NF4, double quantization, QLoRA) or int8"""
     init: Annotated[str, BeforeValidator(_initial)] = "default"
     """first values: default (A uniform, B = 0), or loftq (A and B approximate what quantize takes from the weights);
     loftq:5 quantizes and approximates five times in turn, loftq once"""

@@ -257,7 +257,7 @@ def test_fragmentation_is_that_of_the_same_recomputation_and_loss() -> None:
 
 def test_a_faster_strategy_that_only_fragmentation_rules_out_gets_a_dry_run() -> None:
     """It is chosen if it fits after all: a smaller micro-batch may leave less fragmentation than the failed one."""
-    of = search(1000)
+    of = search(4000)
     values = {"precision": "bf16", "micro_batch_size": 1, "zero_stage": 1}
     slower, faster = (
         of.predictor.confirm(strategy_from(values | {"activation_checkpointing": kind}))
