@@ -72,13 +72,50 @@ def test_mixes_train_as_one_plain_process(world: int, parity: Parity, tmp_path: 
     parity.all_pass(*(Trial(recipe, world, FIXED | {"zero_stage": 1} | mix) for mix in MIXES[world]))
 
 
-def test_adapters_and_fewer_bits(parity: Parity, tmp_path: Path) -> None:
+NATIVE = {
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "vocab": 257,
+    "context": 32,
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn": 48,
+    "shared_ffn": 32,
+    "balance_loss": 0.0,  # it is of a micro-batch of one rank
+}
+
+
+def test_native_mixtures_train_as_one_plain_process(parity: Parity) -> None:
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 4, "batch_size": 8}
+    recipe = recipe_of({"model": NATIVE, **values}, SETTINGS)
+    mixes: list[dict[str, Any]] = [
+        {},
+        {"tensor_parallel": 2, "expert_parallel": 4},
+        {"pipeline_parallel": 2},
+        {"sequence_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"},
+    ]
+    parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
+
+
+def test_adapters_of_experts(parity: Parity, tmp_path: Path) -> None:
+    """Low ranks are divided with the experts that they adapt, also on a base of four bits."""
+    folder, adapter = tmp_path / "mixtral", {"rank": 2, "targets": "all"}
+    packed = recipe_for(folder, adapter=adapter | {"quantize": "nf4"})
+    parity.all_pass(
+        Trial(recipe_for(folder, adapter=adapter), 4, FIXED | {"zero_stage": 3}),
+        Trial(recipe_for(folder, adapter=adapter), 4, FIXED | {"tensor_parallel": 2, "expert_parallel": 4}),
+        Trial(packed, 4, FIXED | {"precision": "fp32", "zero_stage": 2}),
+    )
+
+
+def test_fewer_bits(parity: Parity, tmp_path: Path) -> None:
     folder = tmp_path / "mixtral"
-    adapted = recipe_for(folder, adapter={"rank": 2, "targets": "attention"})
     eight_bits = recipe_for(folder, optimizer={"name": "adamw_8bit"})
     within = recipe_for(folder, optimizer={"clip_norm": None})
     parity.all_pass(
-        Trial(adapted, 2, FIXED | {"zero_stage": 2}),
         Trial(eight_bits, 2, FIXED | {"precision": "fp32", "zero_stage": 2}),
         Trial(recipe_for(folder), 2, FIXED | {"precision": "bf16", "zero_stage": 3}),
         Trial(recipe_for(folder), 2, FIXED | {"precision": "fp16", "zero_stage": 1}),
