@@ -170,7 +170,8 @@ def _free_settings(
             values = dict.fromkeys(
                 (*technique.candidates(setting, case), *setting.last_resort, *setting.compared, *setting.once)
             )
-            if values or setting.key in recipe.strategy or _divides(technique, setting, plan):
+            named = values or setting.key in recipe.strategy or _divides(technique, setting, plan)
+            if named and technique.has_effect(setting, case):
                 yield setting, tuple(values)
     yield MICRO_BATCH_SIZE, ()
 

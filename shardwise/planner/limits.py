@@ -25,7 +25,7 @@ from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.cluster_sizes import resized, sizes
 from shardwise.recipe.data_sections import MOST_LENGTH
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, broken_rules, stages_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, broken_rules, case_of, stages_of
 
 DEEPER = 16
 """So many times the model's blocks are tried at most: a full dry run goes through each of them."""
@@ -109,16 +109,12 @@ def _ranges(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[_Range]:
                 lambda index: index * layers,
                 lambda value: trial(_with_model(recipe, layers=value), plan.strategy),
             )
-    yield from (
-        _setting(setting, recipe, plan, trial) for setting in SETTINGS if _varies(setting, recipe, plan)
-    )
+    case = case_of(plan.strategy, plan.world_size, recipe)
+    for technique in ORDER:
+        for setting in technique.settings:
+            if setting.step > 0 and technique.has_effect(setting, case):
+                yield _setting(setting, recipe, plan, trial)
     yield _devices(recipe, blueprint, cluster, plan)
-
-
-def _varies(setting: Setting[Any], recipe: Recipe, plan: Plan) -> bool:
-    """Whether a plan is asked how far a setting goes: where it has an effect."""
-    larger = plan.strategy.with_values(**{setting.key: setting.maximum})
-    return setting.step > 0 and not any(broken_rules(larger, plan.world_size, recipe))
 
 
 def _setting(

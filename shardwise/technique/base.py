@@ -78,6 +78,10 @@ class Technique(ABC):
         """What the planner may choose for a setting, where those before it are chosen; nothing for the default."""
         return setting.candidates
 
+    def has_effect(self, setting: Setting[Any], case: Case) -> bool:
+        """Whether another value of a setting could change this run; a plan does not speak of others."""
+        return True
+
     def degrees(self, strategy: Strategy, left: int) -> Mapping[str, int]:
         """Degrees of the mesh axes that it takes, out of the ``left`` devices that techniques before it leave."""
         return {}

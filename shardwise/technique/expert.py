@@ -127,6 +127,9 @@ class ExpertParallel(Dividing):
         plain = replace(case, strategy=case.strategy.with_values(expert_parallel=1))
         return (1, *(degree for degree in degrees if _divides(plain, degree)))
 
+    def has_effect(self, setting: Setting[Any], case: Case) -> bool:
+        return case.experts != 0 if setting is EXPERT_PARALLEL else _on(case)
+
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {EXPERT_AXIS.name: strategy[EXPERT_PARALLEL]}
 

@@ -9,9 +9,10 @@ import pytest
 
 from shardwise.core.answer import QuantityLimit
 from shardwise.core.plan import Plan
+from shardwise.core.progress import silent
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.planner.limits import limits_of
+from shardwise.planner.limits import _LimitSearch, _ranges, limits_of
 from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -104,3 +105,24 @@ def test_a_value_of_which_none_fits() -> None:
     limit = QuantityLimit("sequence_length", 512, None, 0, 32, 2**30, "needs 1.00 GiB of 0.90 GiB")
     assert limit.sentence() == "sequence_length: no value fits; 32 needs 1.00 GiB of 0.90 GiB"
     assert replace(limit, fits=16).sentence().startswith("sequence_length: 16 fits; 32 needs")
+
+
+def test_the_largest_imbalance_of_a_mixture_fits_and_the_next_does_not() -> None:
+    """On a device with memory for some of the room. Plans without expert parallelism do not speak of it."""
+    model = {**MODEL, "experts": 8, "expert_ffn": 512}
+
+    def recipe(memory_gib: float, capacity: float = 1.5) -> Recipe:
+        experts = {"expert_parallel": 4, "expert_capacity": capacity, "micro_batch_size": 4}
+        return asked(memory_gib, model=model, strategy=experts)
+
+    roomy = [planned(recipe(8.0, capacity)) for capacity in (1.5, 3.0)]
+    needed = sum(plan.peak.bytes + plan.reserve_bytes for plan in roomy) / 2
+    tight = recipe(needed / 2**30)
+    plan, cluster = planned(tight), cluster_of(tight.cluster)
+    varied = next(v for v in _ranges(tight, cluster, plan) if v.quantity == "expert_capacity")
+    limit = _LimitSearch(varied, plan, silent).limit()
+    assert limit.now == 1.5 and limit.fits is not None and limit.stops is not None
+    assert 1.5 < limit.fits < 4.0 and limit.stops == pytest.approx(limit.fits + 0.05)
+    for value, fits in ((limit.fits, True), (limit.stops, False)):
+        other = planned(tight, f"strategy.expert_capacity={value}")
+        assert (other.fits and not other.tight) == fits
