@@ -6,13 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import dry_run
+from shardwise.engine.build import build
+from shardwise.engine.run import Run
+from shardwise.engine.run_state import OPTIMIZER, tensors_of
+from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import gather, local_part
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, refuse_broken, strategy_from
 from tests.harness.corpora import EVEN, write_words
 from tests.harness.parity import Parity, Trial
@@ -96,6 +104,40 @@ def test_auxiliary_losses_are_those_of_one_process(pool: Pool, tmp_path: Path) -
     jobs = [(recipe, settings, tmp_path / "reference") for settings in several]
     for verdicts in pool.run(2, strategy_rank, jobs):
         assert all(verdict.passed and verdict.tolerance == 1e-10 for verdict in verdicts), verdicts
+
+
+def opened(settings: dict[str, Any]) -> Run:
+    recipe = recipe_for(MIXTURES["sigmoid"])
+    strategy = strategy_from({"precision": "fp32", MICRO_BATCH_SIZE.key: 1, **settings})
+    return build(recipe, blueprint_of(recipe), strategy, torch.device("cpu"))
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    return {name: gather(t).clone() for name, t in tensors_of(run).items() if not name.startswith(OPTIMIZER)}
+
+
+def saved(folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    run = opened(settings)
+    for tensor in (*run.model.parameters(), *run.model.buffers()):
+        local_part(tensor).add_(0.25)
+    save_checkpoint(run, TrainState(1, 4), folder, 1)
+    return weights_of(run)
+
+
+def resumed(folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    run = opened(settings)
+    assert restore(run, folder) is not None
+    return weights_of(run)
+
+
+def test_checkpoints_resume_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Experts of tensor ranks, shards of them, and the routers' biases."""
+    expected = pool.run(2, saved, tmp_path, {"tensor_parallel": 2})[0]
+    assert (expected["layers.1.mlp.gate.e_score_correction_bias"] == 0.25).all()
+    for world, settings in ((1, {}), (2, {"zero_stage": 3}), (2, {"pipeline_parallel": 2})):
+        found = {name: t for part in pool.run(world, resumed, tmp_path, settings) for name, t in part.items()}
+        assert found.keys() == expected.keys()
+        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ FAMILIES: dict[str, Dimensions] = {
     "llama": Dimensions(2, 24, 4, 2, 40, vocab=260, context=128),
     "qwen3": Dimensions(2, 24, 4, 2, 40, vocab=260, context=128, family="qwen3", head_dim=10),
     "gpt2": Dimensions(2, 24, 2, 2, 40, vocab=260, context=128, family="gpt2", tied=True),
+    "mixture": Dimensions(2, 24, 4, 2, 40, vocab=260, context=128, experts=5, shared_ffn=16),
 }
 TEXTS = [b"a much longer prompt than the others", b"def ", b"x", b"class A:"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ def loud(model: nn.Module) -> nn.Module:
     chance = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.25, generator=chance)
     return model.eval()
 
@@ -202,7 +203,8 @@ def test_an_answer_ends_at_the_end_of_text_or_a_stop_text() -> None:
 # ---- the bank ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Not a mixture: how many rows an expert has depends on the other texts, and its product's last bits with it.
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_a_mixed_batch_is_what_each_merged_model_says(family: str, place: Path) -> None:
     opened = native(family)
     plain = read(ServedModel(native(family)), ["base"] * 4, LONG)
