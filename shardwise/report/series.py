@@ -82,6 +82,9 @@ def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series
             f"peak memory of rank 0, {memory.name}",
             {"": [None if step.peak_bytes is None else step.peak_bytes / memory.size for step in steps]},
         ),
+        Series(
+            "load of the busiest rank's experts, relative", {"": [step.expert_imbalance for step in steps]}
+        ),
         Series("loss scale", {"": [step.loss_scale for step in steps]}, logarithmic=True),
     ]
     return [row for row in rows if any(value is not None for line in row.values.values() for value in line)]

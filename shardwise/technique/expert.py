@@ -29,6 +29,8 @@ from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
 from shardwise.technique.zero import REPLICATE, ZERO_STAGE
 
+_MOST = 1024.0
+"""More than any imbalance: a rank cannot get more rows than there are."""
 EXPERT_AXIS = Axis(
     "expert", position=25, piece="experts", samples=True, tokens=True, blocking=True, layers="experts"
 )
@@ -49,7 +51,7 @@ EXPERT_CAPACITY: Setting[float] = Setting(
     " that needs more is run again with more room",
     kind=float,
     minimum=1.0,
-    maximum=1024.0,
+    maximum=_MOST,
     compared=(1.0, 1.5, 2.0),
     step=0.05,
 )
@@ -153,7 +155,8 @@ class ExpertParallel(Dividing):
             site.options.groups.append(("+".join(names), own.get_group()))
         alike = [axis.name for axis in axes if not axis.tokens]  # ranks that have the same tokens
         shares = mesh[alike[0]].get_group() if alike else None
-        room = Room(site.strategy[EXPERT_CAPACITY])
+        # No step of a frozen model runs again: it has room for all that a rank can get.
+        room = Room(site.strategy[EXPERT_CAPACITY] if site.trained else _MOST)
         divided = divide_experts(site.view.model, own, shares, room)
         site.view.own_axes |= dict.fromkeys(divided, tuple(axes))
         if site.trained:

@@ -279,8 +279,8 @@ def _gather_in_order(view: ModelView) -> None:
     FSDP2 does so by the order of the last forward pass, which is another micro-batch's where passes interleave. A
     module that names itself prefetches nothing.
     """
-    root = cast("FSDPModule", view.model)
-    root.set_modules_to_backward_prefetch([root])
+    for alone in (view.model, *view.own_axes):
+        cast("FSDPModule", alone).set_modules_to_backward_prefetch([cast("FSDPModule", alone)])
     for stage in view.stages:
         mine = cast("list[FSDPModule]", stage.blocks + (view.head[:1] if stage.last else []))
         for before, block in zip([mine[0], *mine], mine, strict=False):

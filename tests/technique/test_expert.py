@@ -61,6 +61,7 @@ MIXES: dict[int, list[dict[str, Any]]] = {
         {"zero_stage": 1, "sequence_parallel": 2, "sequence_method": "ring"},
         {"zero_stage": 1, "pipeline_parallel": 2},
         {"zero_stage": 2, "pipeline_parallel": 2, "pipeline_schedule": "zero_bubble"},
+        {"zero_stage": 3, "pipeline_parallel": 2},
     ],
 }
 
