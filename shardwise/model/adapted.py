@@ -20,6 +20,7 @@ from shardwise.model.blueprint import Batch, Blueprint, LossSum, Repetition, Sam
 from shardwise.model.expert_lora import AdaptedExperts, expert_stacks
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
+from shardwise.model.files.peft_experts import is_rewritten, with_patterns
 from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
 from shardwise.model.initial import fill_stack, fill_uniform
 from shardwise.model.lora import (
@@ -108,11 +109,18 @@ class AdaptedModel(Blueprint):
             model = self.base.build()
         linear, stacks = list(linear_layers(model, [])), list(expert_stacks(model, []))
         adapted = adapt(model, self.targetable(model), self.spec)
-        layers, experts = [[p for p in adapted if (p in stacks) == kind] for kind in (False, True)]
+        renamed = {path for path in adapted if stacks and is_rewritten(path, self.spec)}
+        layers = [path for path in adapted if path not in stacks and path not in renamed]
+        parameters = {
+            *_shortened([path for path in adapted if path in stacks], stacks, 2),
+            *_shortened([f"{p}.weight" for p in linear if p in renamed], [f"{p}.weight" for p in linear], 3),
+        }
         transposed = any(layer.transposed for layer in model.modules() if isinstance(layer, LoraLinear))
         task = TASKS.get(self.objective or "")
-        names = _shortened(layers, linear, 1), _shortened(experts, stacks, 2)
-        return adapter_config(self.spec, *names, transposed, self.origin, task)
+        config = adapter_config(
+            self.spec, _shortened(layers, linear, 1), parameters, transposed, self.origin, task
+        )
+        return with_patterns(config, renamed)
 
     @property
     def depth(self) -> int | None:  # type: ignore[override]

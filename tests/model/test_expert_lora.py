@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.expert_lora import AdaptedExperts, adapt_experts, expert_stacks
-from shardwise.model.files.peft import AdapterFiles, write_adapter
+from shardwise.model.files.peft import CONFIG, AdapterFiles, write_adapter
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.lora import is_adapter
 from shardwise.recipe.sections import AdapterSpec
@@ -325,6 +325,27 @@ def test_our_files_in_peft(family: str, values: dict[str, Any], tmp_path: Path) 
     assert all(torch.equal(files.read(name), tensor) for name, tensor in tensors.items())
 
 
+def test_shared_experts_and_dense_blocks_in_peft(tmp_path: Path) -> None:
+    """In target_modules, PEFT would take their gate_proj, up_proj and down_proj for those of the experts."""
+    peft = pytest.importorskip("peft")
+    save_tiny("deepseek_v3", tmp_path / "base")
+    values = {"rank_pattern": {"shared_experts.down_proj": 5}, "alpha_pattern": {"layers.0.mlp.up_proj": 2.0}}
+    blueprint, model = adapted(tmp_path / "base", "deepseek_v3", targets="all", **values)
+    config = blueprint.config()
+    assert "shared_experts.up_proj.weight" in config["target_parameters"]
+    assert not {"gate_proj", "up_proj", "down_proj"} & set(config["target_modules"])
+    tensors = {name: p.detach() for name, p in named_parameters(model) if p.requires_grad}
+    write_adapter(tmp_path / "ours", tensors, config, None)
+    theirs = peft.PeftModel.from_pretrained(opened(tmp_path / "base"), str(tmp_path / "ours")).eval()
+    torch.testing.assert_close(logits(theirs), logits(model), atol=5e-6, rtol=1e-5)
+    files = AdapterFiles(tmp_path / "ours")
+    files.require(blueprint.spec, blueprint.adapter_shapes)
+    named = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert not list(files.lacks(path for path in named if f"{path}.lora_A.weight" in tensors))
+    files.shapes.pop("model.layers.0.mlp.up_proj.lora_A.weight")
+    assert list(files.lacks(["model.layers.0.mlp.up_proj"])) == ["model.layers.0.mlp.up_proj"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["experts.down_proj"]], ids=["both", "one"])
 def test_pefts_files_here(family: str, names: list[str], tmp_path: Path) -> None:
@@ -350,6 +371,13 @@ def test_files_that_are_not_of_experts_are_refused(tmp_path: Path) -> None:
     save_tiny("qwen3_moe", tmp_path / "base")
     config = peft.LoraConfig(r=RANK, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"])
     peft.get_peft_model(opened(tmp_path / "base"), config).save_pretrained(str(tmp_path / "theirs"))
+    base = HuggingFaceModel(str(tmp_path / "base"), 12)
+    with pytest.raises(
+        CheckpointError, match=r"it has model.layers.0.mlp.gate.lora_A.weight, which this model lacks"
+    ):
+        AdaptedModel(base, spec(targets=("q_proj",), alpha=8.0, start_from=str(tmp_path / "theirs")))
+    config = tmp_path / "theirs" / CONFIG
+    config.write_text(config.read_text().replace("mlp.gate.weight", "self_attn.sinks"))
     with pytest.raises(CheckpointError, match="target_parameters is "):
         AdapterFiles(tmp_path / "theirs")
 

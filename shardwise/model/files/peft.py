@@ -27,13 +27,13 @@ from shardwise.core.errors import CheckpointError, RecipeError, one_line
 from shardwise.core.paths import no_folder
 from shardwise.model.expert_lora import EXPERT_A, expert_adapter
 from shardwise.model.files.peft_experts import (
-    are_stacks,
+    are_known,
     layout_here,
     layout_there,
     names_here,
     names_there,
     shape_here,
-    targets_stack,
+    targets_parameter,
 )
 from shardwise.model.files.safetensors_reader import WeightFiles
 from shardwise.model.lora import A, is_adapter
@@ -271,8 +271,10 @@ class AdapterFiles(WeightFiles):
 
     def lacks(self, paths: Iterable[str]) -> Iterator[str]:
         """Those of the model's linear layers and stacks of experts that the config targets and the file lacks."""
-        targeted = (p for p in paths if targeted_by(self.config, p) or targets_stack(self.config, p))
-        return (path for path in targeted if path not in self.layers)
+        for path in paths:
+            named = any(targets_parameter(self.config, name) for name in (path, f"{path}.weight"))
+            if (named or targeted_by(self.config, path)) and path not in self.layers:
+                yield path
 
 
 def targeted_by(config: Mapping[str, Any], path: str) -> bool:
@@ -316,7 +318,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError("not a LoRA adapter", where=str(path), why=f"its peft_type is {kind}")
     for key, value in config.items():
-        if _asks_for_more(key, value) or (key == "target_parameters" and not are_stacks(value or ())):
+        if _asks_for_more(key, value) or (key == "target_parameters" and not are_known(value or ())):
             raise CheckpointError(
                 "the adapter uses an unsupported option", where=str(path), why=f"{key} is {value}"
             )

@@ -8,6 +8,10 @@ parameter of the module by a wrapper around the first. So their names are those 
     experts.down_proj_lora_A                   experts.lora_A.weight
 
 The innermost wrapper is of the parameter that the module defines first.
+
+In ``target_modules`` of a mixture, PEFT takes names such as ``gate_proj`` for the experts' of transformers 4 and
+rewrites the config. So linear layers with these names, of shared experts and dense blocks, are in
+``target_parameters``, with their weight. The tensors have the same names and shapes there.
 """
 
 from __future__ import annotations
@@ -19,17 +23,33 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_WEIGHTS, expert_adapter
+from shardwise.recipe.sections import AdapterSpec, by_pattern
 
+_FORMER = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Last names that PEFT 0.21 rewrites."""
 _SIDES = {"lora_A": EXPERT_A, "lora_B": EXPERT_B}
 _WRAPPER = re.compile(r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.weight")
 
 
-def are_stacks(names: Collection[str]) -> bool:
-    """Whether parameters that PEFT targets can be stacks of experts."""
-    return all(str(name).rpartition(".")[2] in EXPERT_WEIGHTS for name in names)
+def are_known(names: Collection[str]) -> bool:
+    """Whether parameters that PEFT targets can be stacks of experts, or weights of linear layers."""
+    return all(str(name).rpartition(".")[2] in (*EXPERT_WEIGHTS, "weight") for name in names)
 
 
-def targets_stack(config: Mapping[str, Any], path: str) -> bool:
+def is_rewritten(path: str, spec: AdapterSpec) -> bool:
+    """Whether a linear layer of a mixture has a name that PEFT takes for a former expert's."""
+    return path.rpartition(".")[2] in _FORMER and spec.name == "lora" and not spec.lora_bias
+
+
+def with_patterns(config: dict[str, Any], renamed: Collection[str]) -> dict[str, Any]:
+    """A config in which ranks and alphas of single layers also match the weights of these layers."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        matched = {path: by_pattern(config[key], path, None) for path in sorted(renamed)}
+        config[key] |= {f"{re.escape(path)}.weight": value for path, value in matched.items() if value}
+    return config
+
+
+def targets_parameter(config: Mapping[str, Any], path: str) -> bool:
     """Whether PEFT adapts the parameter at ``path``."""
     names = config.get("target_parameters") or ()
     return any(path == name or path.endswith(f".{name}") for name in names)
@@ -49,7 +69,7 @@ def names_here(
             continue
         owner, depth = match[1], match[2].count(".")
         stacks = [f"{owner}.{last}" for last in EXPERT_WEIGHTS]
-        targets = [stack for stack in stacks if targets_stack(config, stack)]
+        targets = [stack for stack in stacks if targets_parameter(config, stack)]
         rows = shapes.get(_wrapper(owner, depth, "lora_A"), ())[:1]
         if depth < len(targets) and (depth or rows != (rank(owner),)):
             found[name] = targets[-1 - depth] + _SIDES[match[3]]

@@ -297,8 +297,8 @@ def test_the_order_of_patterns_is_kept(base: Path, tmp_path: Path) -> None:
 REFUSED = [
     ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is [1, 2]"),
     (
-        {"target_parameters": ["mlp.gate.weight"]},
-        "target_parameters is ['mlp.gate.weight']",
+        {"target_parameters": ["self_attn.sinks"]},
+        "target_parameters is ['self_attn.sinks']",
     ),
     ({"bias": "all"}, "bias is all"),
     ({"ensure_weight_tying": True}, "ensure_weight_tying is True"),
