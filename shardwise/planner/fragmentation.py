@@ -36,7 +36,7 @@ class LearnedFragmentation:
     doubtful: dict[Strategy, Estimate] = field(default_factory=dict)
 
     def learn(self, full: Prediction) -> None:
-        """Remember what is lost in a strategy that does not fit, or is tight."""
+        """Remember the fragmentation of a strategy that does not fit, or is tight."""
         if full.run.replay is not None:
             share = full.run.replay.reserved / max(1, full.run.replay.allocated) - 1
             key = _activations_and_loss(full.strategy)
