@@ -26,13 +26,14 @@ _KIND_BY_NAME = re.compile(r"""[=!]= "(?:cpu|cuda|mps|rocm|xpu)"|\bin \("(?:cpu|
 """A comparison of a device's kind with its name."""
 
 STEP = {
-    "trainer/loop.py": "Trainer._steps Trainer._issue seed_step",
+    "trainer/loop.py": "Trainer._steps Trainer._issue",
+    "engine/seeding.py": "seed_step",
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step end_step",
     "engine/forward_backward.py": "Sequential.forward_backward",
     "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.ranks_of"
     " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss"
-    " LiveModel.count",
+    " LiveModel.count OptimizerStep.see_capacity OptimizerStep.or_left_out",
     "engine/targets.py": "targets_of LabelledTargets.__init__ LabelledTargets.passed",
     "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.after_backward AfterBackward.finish"
     " AfterBackward.clip",

@@ -138,7 +138,7 @@ def digest(run: Run) -> str:
 
 
 def values(result: StepResult) -> list[str]:
-    return [str(float(value)) for value in vars(result).values()]
+    return [str(float(value)) for value in vars(result).values() if value is not None]
 
 
 def injected(row: Row) -> dict[str, Any]:

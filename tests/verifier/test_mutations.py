@@ -378,7 +378,7 @@ def skipping_rank(job: Job) -> Verdict:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AfterBackward, "clip", wrong)
-        patch.setattr(DynamicLossScale, "update", lambda self, skipped: learn(self, skipped))
+        patch.setattr(DynamicLossScale, "update", lambda self, skipped, void: learn(self, skipped, void))
         recipe, settings, folder = job
         return run_near_plain(recipe, strategy_from(settings), folder, CPU)
 
