@@ -36,7 +36,7 @@ def recipe_for(folder: Path, family: str = "mixtral", **sections: Any) -> Recipe
     values = {
         "model": {"hf": str(folder)},
         "data": {"source": EVEN, "sequence_length": 16},
-        "steps": 4,
+        "steps": 20,
         "batch_size": 8,
     }
     return recipe_of(values | sections, SETTINGS)
@@ -90,7 +90,7 @@ NATIVE = {
 
 
 def test_native_mixtures_train_as_one_plain_process(parity: Parity) -> None:
-    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 4, "batch_size": 8}
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
     recipe = recipe_of({"model": NATIVE, **values}, SETTINGS)
     mixes: list[dict[str, Any]] = [
         {},
