@@ -50,7 +50,7 @@ class StepRecord:
         held_out_losses: of the named validation sets.
         metrics: of ``evaluation.metrics``, on the held-out samples.
         compile_seconds: of compiling kernels in this step.
-        expert_imbalance: rows of the busiest pair of ranks relative to a balanced router (expert_parallel).
+        load_imbalance: load of the busiest rank relative to a balanced one, where a technique divides work by the data.
     """
 
     step: Size
@@ -70,7 +70,7 @@ class StepRecord:
     peak_bytes: Size | None = None
     held_out_losses: Mapping[str, float] | None = None
     metrics: Mapping[str, float] | None = None
-    expert_imbalance: float | None = None
+    load_imbalance: float | None = None
 
 
 @dataclass(frozen=True)

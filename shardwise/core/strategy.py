@@ -138,7 +138,7 @@ class Setting(Generic[T]):
         last_resort: values that the planner tries only where nothing else fits, cheapest in time first.
         ordered: whether a candidate never makes a step faster than those before it.
         compared: further values whose cost the plan shows but never chooses.
-        step: distance of values of which ``plan --limits`` finds the largest that fits; 0 where it does not look.
+        step: ``plan --limits`` searches the largest value that fits in steps of this size; 0: it does not search.
         alike: values that cost the same; a strategy with one of them is not compared with another.
         once: values that cost seconds once, at the start of a run; the planner chooses one where it saves more.
         note: why a value outside ``choices`` is refused, appended to the error.

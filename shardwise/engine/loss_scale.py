@@ -65,12 +65,12 @@ class DynamicLossScale(LossScale):
         lower = (self.value * spec.backoff).clamp(min=spec.floor)
         grown = clean >= spec.growth_interval
         value = torch.where(bad & (left <= 0), lower, self.value)
-        for kept, new in (
+        for state, new in (
             (self.value, torch.where(grown, value * spec.growth, value)),
             (self._clean, torch.where(grown, 0, clean)),
             (self._left, torch.where(grown, spec.hysteresis, left.clamp(min=0))),
         ):
-            kept.copy_(new if void is None else torch.where(void > 0, kept, new))
+            state.copy_(new if void is None else torch.where(void > 0, state, new))
 
 
 def norm_limit_of(

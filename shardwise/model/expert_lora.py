@@ -2,7 +2,7 @@
 
     h = W_e x + scale · B_e A_e x for every row x of an expert e      W [E, o, i] frozen, A [E, r, i], B [E, o, r]
 
-Both low-rank products are grouped products of the rows that go to an expert (runtime/grouped.py), so nothing of the
+Both low-rank products are grouped products of the rows that go to an expert (runtime/row_groups.py), so nothing of the
 size of W is allocated; PEFT adds E · o · i values to W in every forward pass. W may be stored as [E, i, o]
 (``is_transposed``), and be packed, each expert's matrix on its own; it is unpacked for its product and again for the
 gradient, one block's at a time.

@@ -7,8 +7,8 @@
 
 The experts' matrices are two parameters of three dimensions, in the layout of transformers 5. Rows are sorted by
 expert, so one kernel multiplies all groups (runtime/grouped_products.py). The weight of a choice multiplies the inner
-activations, which are narrower than the result and are kept in any case. No operation depends on a value or adds in an
-order that varies.
+activations, which are narrower than the result and are saved for the backward pass anyway. No operation depends on a
+value, and sums have a fixed order.
 
 Where that kernel is missing (fp64, odd widths), every expert computes every token: experts / k times the FLOPs, and
 5 E m numbers kept per token instead of (h + 5 m) k. Refused: a copy of an expert's weights per token (transformers'
@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 from shardwise.recipe.presets import Dimensions
 from shardwise.runtime.grouped_products import grouped_linear, has_grouped_products, plan_grouped_products
 from shardwise.runtime.parallel.vocabulary import IGNORED
+from shardwise.runtime.routed_rows import rows_of, sums_of
 
 _noted: ContextVar[list[tuple[Router, Tensor]] | None] = ContextVar("router_logits", default=None)
 
@@ -89,9 +89,8 @@ class Router(nn.Module):
     def _chosen(self, scores: Tensor) -> Tensor:
         d, bias = self.dimensions, self.e_score_correction_bias
         by = scores if bias is None else scores + bias
-        if (
-            d.router_groups > 1
-        ):  # a group counts with its two best experts (DeepSeek-AI 2024, arXiv:2412.19437)
+        if d.router_groups > 1:
+            # A group's score is the sum of its two best experts' (DeepSeek-AI 2024, arXiv:2412.19437).
             grouped = by.unflatten(-1, (d.router_groups, -1))
             best = grouped.topk(2, dim=-1).values.sum(-1).topk(d.groups_per_token, dim=-1).indices
             out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
@@ -162,74 +161,27 @@ class Experts(nn.Module):
         """[t, h] from tokens [t, h], experts int64 [t, k] and weights [t, k]."""
         if not has_grouped_products((self.gate_up_proj, self.down_proj)):
             return self._by_all(tokens, index, weight)
-        absent = index >= self.num_experts if self._is_expert_parallel else None
         by_expert, order = index.flatten().sort(stable=True)
         numbers = torch.arange(self.num_experts, device=index.device)
         ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-        rows = order.argsort().view_as(index)
-        gate_up = grouped_linear(_Dispatched.apply(tokens, order, rows, absent), self.gate_up_proj, ends)
-        weights = _Dispatched.apply(weight.reshape(-1, 1), order, rows.view(-1, 1), _column(absent))
+        row = order.argsort().view_as(index)
+        if self._is_expert_parallel:
+            row = row.masked_fill(index >= self.num_experts, order.shape[0])
+        source = order // index.shape[1]
+        gate_up = grouped_linear(rows_of(tokens, source, row), self.gate_up_proj, ends)
+        weights = rows_of(weight.reshape(-1, 1), order, row.view(-1, 1))
         gate, up = gate_up.chunk(2, dim=-1)
         out = grouped_linear(self.act_fn(gate) * up * weights, self.down_proj, ends)
-        result: Tensor = _Combined.apply(out, order, rows, absent)
-        return result
+        return sums_of(out, source, row)
 
     def _by_all(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         """Every expert computes every token."""
         numbers = torch.arange(self.num_experts, device=index.device)
         chosen = index.unsqueeze(-1) == numbers  # [t, k, E]
-        if (
-            self._is_expert_parallel
-        ):  # rows without an expert here may have any values, which 0 does not cancel
+        if self._is_expert_parallel:
+            # Tokens without an expert here may have any values, NaN too, which a weight of 0 does not cancel.
             tokens = tokens.masked_fill(~chosen.any(1).any(-1, keepdim=True), 0.0)
         weights = torch.where(chosen, weight.unsqueeze(-1), 0.0).sum(1)  # [t, E]
         gate_up = torch.einsum("th,emh->tem", tokens, self.gate_up_proj)
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.einsum("tem,ehm->th", self.act_fn(gate) * up * weights.unsqueeze(-1), self.down_proj)
-
-
-def _column(absent: Tensor | None) -> Tensor | None:
-    return None if absent is None else absent.view(-1, 1)
-
-
-class _Dispatched(torch.autograd.Function):
-    """Tokens [t, d] as rows [n, d], one for each choice, sorted by expert.
-
-    ``order`` [n] has the choice of each row, ``rows`` [t, k] the row of each choice. The gradient of a token is the sum
-    of its rows'. It is written out because ``absent`` rows have none, and autograd's own adds with atomics.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, absent)
-        return _to_rows(tokens, order, rows.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _to_tokens(grads[0], *ctx.saved_tensors), None, None, None
-
-
-class _Combined(torch.autograd.Function):
-    """Rows [n, d] added up to tokens [t, d]: the reverse of ``_Dispatched``."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, order: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.choices = rows.shape[1]
-        return _to_tokens(out, rows, absent)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return _to_rows(grads[0], order, ctx.choices), None, None, None
-
-
-def _to_rows(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
-    return tokens.index_select(0, order // choices)
-
-
-def _to_tokens(out: Tensor, rows: Tensor, absent: Tensor | None) -> Tensor:
-    chosen = out.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # [t, k, d]
-    if absent is not None:
-        chosen.masked_fill_(absent.unsqueeze(-1), 0.0)
-    return chosen.sum(1)

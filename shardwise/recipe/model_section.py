@@ -49,7 +49,7 @@ class ModelSpec(Section):
     rope_theta: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """base of the rotary position embedding (RoPE)"""
     experts: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """experts in a block, of which a router chooses some for each token; 0 for a dense model"""
+    """number of experts in a block; a router chooses some of them for each token; 0 for a dense model"""
     experts_per_token: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """experts that the router chooses for a token (top-k); default: 2"""
     expert_ffn: Dimension | None = None
@@ -61,7 +61,7 @@ class ModelSpec(Section):
     router: Literal["softmax", "sigmoid"] | None = None
     """how the router's logits become scores; default: softmax"""
     router_groups: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """groups of experts, from some of which a token chooses (DeepSeek-V3); default: 1"""
+    """number of groups of experts; a token chooses experts from some groups only (DeepSeek-V3); default: 1"""
     groups_per_token: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """groups that a token chooses from, those with the highest sum of their two best scores; default: 1"""
     normalized_weights: bool | None = None

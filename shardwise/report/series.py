@@ -83,7 +83,8 @@ def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series
             {"": [None if step.peak_bytes is None else step.peak_bytes / memory.size for step in steps]},
         ),
         Series(
-            "load of the busiest rank's experts, relative", {"": [step.expert_imbalance for step in steps]}
+            "load of the busiest rank, relative to a balanced one",
+            {"": [step.load_imbalance for step in steps]},
         ),
         Series("loss scale", {"": [step.loss_scale for step in steps]}, logarithmic=True),
     ]

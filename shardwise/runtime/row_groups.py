@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.runtime.grouped_products import ALIGNMENT, has_grouped_products
 from shardwise.runtime.quantized import StackPacking
+from shardwise.runtime.routed_rows import rows_of, sums_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class RowGroups:
 
     def rows(self, tokens: Tensor) -> Tensor:
         """The rows [n, i] of tokens [t, i]."""
-        return self.present(tokens[self.order // self.choices])
+        return self.present(rows_of(tokens, self.order // self.choices, self._row))
 
     def present(self, rows: Tensor) -> Tensor:
         """The rows, with zeros for other ranks' experts."""
@@ -66,10 +67,13 @@ class RowGroups:
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """The sum of every token's rows [n, o] with its routing weights [t, k], in one order; [t, o]."""
-        weighted = rows * weights.reshape(-1)[self.order].unsqueeze(1)
-        places = torch.arange(self.order.shape[0], device=self.order.device)
-        back = torch.empty_like(self.order).scatter_(0, self.order, places)
-        return weighted[back].view(-1, self.choices, rows.shape[1]).sum(1)
+        weighted = rows * rows_of(weights.reshape(-1, 1), self.order, self._row.view(-1, 1))
+        return sums_of(weighted, self.order // self.choices, self._row)
+
+    @property
+    def _row(self) -> Tensor:
+        """The rows [t, k] of every token."""
+        return self.order.argsort().view(-1, self.choices)
 
 
 def grouped_linear(rows: Tensor, stack: Tensor, groups: RowGroups) -> Tensor:

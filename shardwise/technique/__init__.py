@@ -184,8 +184,13 @@ def without_stages(strategy: Strategy) -> Strategy:
 
 def without_own_layers(strategy: Strategy) -> Strategy:
     """The strategy for a model without the kinds of layers that some axes alone divide, such as experts."""
-    divide = (each for each in ORDER if isinstance(each, Dividing) and any(axis.layers for axis in each.axes))
-    return strategy.with_values(**{s.key: s.default for each in divide for s in each.settings})
+    settings = (
+        setting
+        for technique in ORDER
+        if isinstance(technique, Dividing) and any(axis.layers for axis in technique.axes)
+        for setting in technique.settings
+    )
+    return strategy.with_values(**{setting.key: setting.default for setting in settings})
 
 
 def stretch(strategy: Strategy, micro_batches: int) -> Stretch:

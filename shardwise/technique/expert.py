@@ -30,7 +30,8 @@ from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
 from shardwise.technique.zero import REPLICATE, ZERO_STAGE
 
 _MOST = 1024.0
-"""More than any imbalance: a rank cannot get more rows than there are."""
+"""A limit above every imbalance of real meshes; a rank's room never exceeds the rows that can reach it."""
+# Within the shards of ZeRO: ranks that exchange tokens in every layer are neighbours, in one node if possible.
 EXPERT_AXIS = Axis(
     "expert", position=25, piece="experts", samples=True, tokens=True, blocking=True, layers="experts"
 )
@@ -46,7 +47,7 @@ EXPERT_PARALLEL: Setting[int] = Setting(
 )
 EXPERT_CAPACITY: Setting[float] = Setting(
     "expert_capacity",
-    default=1.25,
+    default=1.25,  # assumed; each run measures its own (load_imbalance in metrics.jsonl)
     doc="with expert_parallel: rows that a rank has room for from each other one, relative to a balanced router; a step"
     " that needs more is run again with more room",
     kind=float,
@@ -99,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="tensor_sequence_parallel",
-        reason="the router of a mixture reads whole sequences, of which expert_parallel takes shares itself",
+        reason="with expert_parallel the router reads whole sequences; expert_parallel shards their tokens itself",
         broken=lambda case: _on(case) and case.strategy[TENSOR_SEQUENCE_PARALLEL] != "none",
         nearest=lambda case: {"tensor_sequence_parallel": "none"},
     ),

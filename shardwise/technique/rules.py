@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Axis, Strategy
-from shardwise.recipe.experts import experts_of
+from shardwise.recipe.experts import experts_in_folder
 from shardwise.recipe.presets import Dimensions, dimensions_of
 from shardwise.recipe.sections import Recipe
 
@@ -47,7 +47,10 @@ class Case:
     @functools.cached_property
     def experts(self) -> int | None:
         """Experts in a layer; 0 for a dense model, None where it is not known before the model is loaded."""
-        return experts_of(self.recipe.model)
+        if self.dimensions is not None:
+            return self.dimensions.experts
+        folder = self.recipe.model.hf
+        return None if folder is None else experts_in_folder(folder)
 
     def ranks(self, selects: Callable[[Axis], bool]) -> int:
         """The product of the degrees of the axes that ``selects`` names."""

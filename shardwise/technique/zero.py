@@ -221,9 +221,8 @@ def _shard(site: Site, reshard: bool) -> None:
         reduce_dtype=dtypes.reduce,
         cast_forward_inputs=not site.context.blueprint.casts_inputs,
     )
-    within = replace(
-        precision, cast_forward_inputs=False
-    )  # a module within a block has inputs of its own dtypes
+    # The block has cast its inputs already; routing weights, inputs of experts, stay in fp32.
+    within = replace(precision, cast_forward_inputs=False)
     pinned = site.context.mesh.device_type != HOST.torch_type
     on_host = site.options.weights_on_host
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()

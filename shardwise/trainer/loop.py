@@ -323,7 +323,7 @@ class Trainer:
             metrics=metrics or None,
             rewinds=rewinds,
             gradient_noise=noise,
-            expert_imbalance=imbalance_of(self.run, result),
+            load_imbalance=imbalance_of(self.run, result),
             compile_seconds=pending.compiling or None,
         )
         self.log.step(record)

@@ -56,7 +56,7 @@ def test_steps_that_need_more_room_run_again_and_another_degree_goes_on(shell: S
     assert [record["step"] for record in divided] == [1, 2, 3, 4, 5, 6]
     for key in ("loss", "grad_norm"):
         assert [r[key] for r in divided] == pytest.approx([r[key] for r in plain], rel=1e-5)
-    imbalance = [record.get("expert_imbalance") for record in divided]
+    imbalance = [record.get("load_imbalance") for record in divided]
     assert all(value is not None and 1 <= value <= 2 for value in imbalance[:4]) and imbalance[4:] == [
         None,
         None,

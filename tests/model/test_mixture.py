@@ -302,7 +302,7 @@ def test_what_auxiliary_losses_exclude_is_refused_in_one_line() -> None:
 
 @ALL
 def test_counted_flops_are_those_of_the_active_parameters(dimensions: Dimensions) -> None:
-    """Six per active parameter and token; attention twelve per head, channel and pair, of which half is skipped."""
+    """Six FLOPs per active parameter and token. Attention: twelve per head, channel and pair of tokens, causal half."""
     blueprint = NativeModel(dimensions)
     batch, counter = _batch(), FlopCounter()
     with torch.device("meta"):

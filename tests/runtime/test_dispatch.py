@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.runtime.parallel.dispatch import Room, routes, to_rows, to_tokens
+from shardwise.runtime.parallel.dispatch import Room, routes
+from shardwise.runtime.routed_rows import rows_of, sums_of
 
 
 @given(data=st.data())
@@ -42,16 +43,18 @@ def test_tokens_sum_their_rows_and_nothing_else() -> None:
     index = torch.tensor([[0, 3], [1, 0], [3, 2]])
     pair, row, _, _ = routes(index.flatten(), 2, 2, 4)
     x = torch.randn(3, 5, dtype=torch.float64)
-    rows = to_rows(x, pair // 2)
+    source, row = pair.clamp(max=5) // 2, row.view(3, 2)
+    rows = rows_of(x, source, row)
     rows[pair == 6] = torch.nan
-    assert torch.equal(to_tokens(rows, row.view(3, 2)), x + x)
+    assert torch.equal(sums_of(rows, source, row), x + x)
 
 
 def test_a_pair_without_a_row_adds_nothing() -> None:
     index = torch.tensor([[0], [0], [0]])
     pair, row, _, most = routes(index.flatten(), 2, 1, 2)
     x = torch.ones(3, 2)
-    assert to_tokens(to_rows(x, pair), row.view(3, 1)).tolist() == [[1, 1], [1, 1], [0, 0]]
+    source, row = pair.clamp(max=2), row.view(3, 1)
+    assert sums_of(rows_of(x, source, row), source, row).tolist() == [[1, 1], [1, 1], [0, 0]]
     assert int(most) == 3
 
 

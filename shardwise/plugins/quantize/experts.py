@@ -224,12 +224,12 @@ class _Inputs:
         borders = torch.arange(self.members.start, self.members.stop + 1, device=experts.device)
         ends = torch.searchsorted(experts, borders.to(experts.dtype)).tolist()
         first = _first_stack(self.experts)
-        for place, index in enumerate(self.members):
-            own = tokens[ends[place] : ends[place + 1]]
+        for number, expert in enumerate(self.members):
+            own = tokens[ends[number] : ends[number + 1]]
             counted = None if self.counted is None else self.counted[own]
             rows = hidden[own]
-            self.hidden[place].add(rows, counted)
-            self.activations[place].add(self._activations(F.linear(rows, first[index])), counted)
+            self.hidden[number].add(rows, counted)
+            self.activations[number].add(self._activations(F.linear(rows, first[expert])), counted)
 
     def _activations(self, product: Tensor) -> Tensor:
         """What the expert's down projection reads."""

@@ -86,7 +86,7 @@ class Quantizer:
 
 
 def _kept(name: str, weight: Tensor, stored: torch.dtype, why: str) -> Rounded:
-    """The row of a weight that stays in its dtype, of which the scales would be too."""
+    """The report row of a weight that stays in its dtype. Its scales would have the same dtype."""
     return LayerRow(name, _shape(weight), UNQUANTIZED, 0.0, 8.0 * stored.itemsize, why), None
 
 

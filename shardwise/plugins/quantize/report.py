@@ -49,22 +49,22 @@ class Quantized:
     def kept(self) -> dict[str, float]:
         """The shares of the model's weights that stay as they are, by name, with ``*`` for numbers."""
         return reached_shares(
-            [(row.name, row.numel) for row in self._kept_rows],
+            [(row.name, row.numel) for row in self._unquantized],
             sum(row.numel for row in (*self.layers, *self.others)),
         )
 
     @property
-    def _kept_rows(self) -> list[LayerRow]:
+    def _unquantized(self) -> list[LayerRow]:
         return [row for row in (*self.layers, *self.others) if row.method == UNQUANTIZED]
 
     @property
     def kept_sentence(self) -> str:
         """Which weights stay as they are, with their shares and reasons; "" if there are none."""
-        kept = self._kept_rows
-        if not kept:
+        unquantized = self._unquantized
+        if not unquantized:
             return ""
-        bits = " and ".join(f"{each:g}" for each in sorted({row.bits for row in kept}))
-        reasons = "; ".join(dict.fromkeys(row.why for row in kept))
+        bits = " and ".join(f"{width:g}" for width in sorted({row.bits for row in unquantized}))
+        reasons = "; ".join(dict.fromkeys(row.why for row in unquantized))
         return f"{reach_in_words(self.kept, 'the weights')} stay in {bits} bits: {reasons}"
 
     @property
@@ -88,15 +88,15 @@ class Quantized:
         nearest = [row for row in rows if row.tokens and row.method != self.method]
         if not rows or not method_of(self.method).calibrated:
             return []
-        said = {
+        outcomes = {
             "got no calibration token and are rounded to nearest": self.unseen,
             "got fewer calibration tokens than input channels, and a shrunk Hessian": self.few,
             f"have no result of {self.method} and are rounded to nearest": nearest,
         }
         return [
-            f"{len(found)} of {len(rows)} matrices of experts {fate}: {_experts_in_words(found)}"
-            for fate, found in said.items()
-            if found
+            f"{len(matrices)} of {len(rows)} matrices of experts {outcome}: {_experts_in_words(matrices)}"
+            for outcome, matrices in outcomes.items()
+            if matrices
         ]
 
     def result(self) -> dict[str, Any]:

@@ -22,9 +22,7 @@ from shardwise.model.expert_lora import (
     stack_shape,
 )
 from shardwise.plugins.serve.adapters import ServedAdapter
-
-_ARGUMENTS = 3
-"""Of an experts module: tokens [t, h], indices of the chosen experts, and their weights."""
+from shardwise.runtime.parallel.experts import ARGUMENTS
 
 
 class ServedExperts:
@@ -60,7 +58,7 @@ class ServedExperts:
         names = self._selected()
         if not self._adapted.keys() & set(names):
             return out
-        if len(args) != _ARGUMENTS or len(out) % len(names):
+        if len(args) != ARGUMENTS or len(out) % len(names):
             raise RecipeError(
                 "this model cannot serve adapters of experts",
                 where=self._path,

@@ -19,7 +19,6 @@ Legend: t tokens, k experts of a token, h width, E experts, R ranks, c capacity,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,9 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.core.errors import RecipeError
-from shardwise.runtime.parallel.experts import ARGUMENTS, divisible_experts
+from shardwise.runtime.parallel.experts import divisible_experts, require_arguments
 from shardwise.runtime.parallel.tensor_hooks import LocalWeights
 from shardwise.runtime.parallel.tp_collectives import TPGroup, exchanged
+from shardwise.runtime.routed_rows import rows_of, sums_of
 from shardwise.runtime.torch_private import functional_collectives
 
 _MARGIN = 1.1
@@ -153,22 +153,6 @@ def routes(index: Tensor, ranks: int, experts: int, capacity: int) -> Routes:
     return Routes(pair, row, expert, counts.max())
 
 
-def to_rows(x: Tensor, source: Tensor) -> Tensor:
-    """The rows [R c, h] of tokens [t, h]; those without a token have any."""
-    return x.index_select(0, source.clamp(max=x.shape[0] - 1))
-
-
-def to_tokens(rows: Tensor, row: Tensor) -> Tensor:
-    """The sums [t, h] of each token's rows [R c, h], by ``row`` [t, k]; in fp32 for 16 bits."""
-    total = rows.new_zeros(
-        (row.shape[0], rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32)
-    )
-    for number in row.unbind(1):
-        missing = (number == rows.shape[0]).unsqueeze(1)
-        total += rows.index_select(0, number.clamp(max=rows.shape[0] - 1)).masked_fill_(missing, 0.0)
-    return total.to(rows.dtype)
-
-
 def all_to_all(rows: Tensor, ranks: TPGroup) -> Tensor:
     """Rows [R c, ...]: the r-th c of them to rank r. It is its own gradient."""
     sizes = [1] * ranks.size
@@ -186,18 +170,11 @@ class Dispatch:
     experts: int
     shares: TPGroup | None
     room: Room
-    _row: Tensor | None = field(default=None, init=False, compare=False)
-    _pair: Tensor | None = field(default=None, init=False, compare=False)
+    _way: tuple[Tensor, Tensor] | None = field(default=None, init=False, compare=False)
     _tokens: int = field(default=0, init=False, compare=False)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(args) != ARGUMENTS:
-            raise RecipeError(
-                f"the experts of {type(module).__name__} cannot be divided",
-                where="strategy.expert_parallel",
-                why="they are not called with tokens, indices and routing weights",
-                fix="the nearest that works is expert_parallel: 1",
-            )
+        require_arguments(module, args, "expert_parallel")
         self._tokens = args[0].shape[0]
         x, index, weight = args if self.shares is None else (share(x, self.shares) for x in args)
         (tokens, chosen), ranks = index.shape, self.ranks
@@ -205,28 +182,20 @@ class Dispatch:
         capacity = self.room.rows(pairs, ranks.size, most)
         way = routes(index.flatten(), ranks.size, self.experts, capacity)
         self.room.see(way.most.to(torch.float32) / capacity)
-        self._row, self._pair = way.row.view(tokens, chosen), way.pair
+        pair = way.pair.clamp(max=pairs - 1)  # a row without a pair may have any contents
+        self._way = source, row = pair // chosen, way.row.view(tokens, chosen)
         expert = all_to_all(way.expert, ranks)
-        rows = exchanged(x, *self._ways(way.pair // chosen, self._row))
-        factors = exchanged(weight.reshape(-1, 1), *self._ways(way.pair, way.row.unsqueeze(1)))
+        rows = rows_of(x, source, row, self._exchange)
+        factors = rows_of(weight.reshape(-1, 1), pair, way.row.unsqueeze(1), self._exchange)
         return rows, expert.unsqueeze(1), factors
 
-    def _ways(
-        self, source: Tensor, row: Tensor
-    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """From tokens to rows on the ranks of their experts, and the sums of rows that come back."""
-        ranks = self.ranks
-        return (
-            lambda tokens: all_to_all(to_rows(tokens, source), ranks),
-            lambda rows: to_tokens(all_to_all(rows, ranks), row),
-        )
+    def _exchange(self, rows: Tensor) -> Tensor:
+        return all_to_all(rows, self.ranks)
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        row, pair = self._row, self._pair
-        assert row is not None and pair is not None
-        self._row = self._pair = None
-        there, back = self._ways(pair // row.shape[1], row)
-        out = exchanged(result, back, there)
+        way, self._way = self._way, None
+        assert way is not None
+        out = sums_of(result, *way, self._exchange)
         return out if self.shares is None else whole(out, self.shares, self._tokens)
 
 

@@ -25,8 +25,19 @@ from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.shard_slices import local_part
 from shardwise.runtime.parallel.tp_collectives import TPGroup, copied, gathered, scattered, summed
 
-# Of an experts module: hidden states, indices of the chosen experts, and their weights.
 ARGUMENTS = 3
+"""Of an experts module: tokens [t, h], indices of the chosen experts [t, k], and their weights [t, k]."""
+
+
+def require_arguments(module: nn.Module, args: tuple[Any, ...], setting: str) -> None:
+    """Raise RecipeError unless an experts module is called with ARGUMENTS positional arguments."""
+    if len(args) != ARGUMENTS:
+        raise RecipeError(
+            f"the experts of {type(module).__name__} cannot be divided",
+            where=f"strategy.{setting}",
+            why="they are not called with tokens, indices and routing weights",
+            fix=f"the nearest that works is {setting}: 1",
+        )
 
 
 def divisible_experts(module: nn.Module) -> bool:
@@ -56,13 +67,7 @@ class DividedExperts:
         return cls(ranks, start, stop, sequence_parallel)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(args) != ARGUMENTS:
-            raise RecipeError(
-                f"the experts of {type(module).__name__} cannot be divided",
-                where="strategy.tensor_parallel",
-                why="they are not called with tokens, indices and routing weights",
-                fix="the nearest that works is tensor_parallel: 1",
-            )
+        require_arguments(module, args, "tensor_parallel")
         x, index, weight = args
         if self.sequence_parallel:
             index = self.ranks.all_gather(index)
