@@ -80,15 +80,16 @@ class AdaptedExperts(nn.Module):
         return groups.combine(out, top_k_weights).to(hidden_states.dtype)
 
     def _product(self, name: str, rows: Tensor, groups: RowGroups) -> Tensor:
+        # While a block is compiled, or divided, these are tensors and no parameters.
         if (how := self.packings.get(name)) is not None:
-            out = packed_grouped_linear(rows, self.get_parameter(name + EXPERT_PACKED), how, groups)
+            out = packed_grouped_linear(rows, getattr(self, name + EXPERT_PACKED), how, groups)
         else:
-            stack = self.get_parameter(name)
+            stack = getattr(self, name)
             out = grouped_linear(rows, stack.transpose(1, 2) if self.transposed else stack, groups)
         if getattr(self, "has_bias", False):
-            out = out.add_(self.get_parameter(f"{name}_bias")[groups.experts])
+            out = out.add_(getattr(self, f"{name}_bias")[groups.experts])
         if (scale := self.scales.get(name)) is not None:
-            a, b = self.get_parameter(name + EXPERT_A), self.get_parameter(name + EXPERT_B)
+            a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
             dropped = F.dropout(rows, self.dropout, self.training)
             out = out.add_(grouped_low_rank(dropped, a, b, scale, groups))
         return groups.present(out)

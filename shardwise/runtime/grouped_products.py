@@ -6,7 +6,8 @@
 The kernel neither reads nor writes the rows after ``ends[-1]``: those of the result, and of the gradient of ``rows``,
 are not initialised. Gradients of the weights of a group without rows are zero.
 
-It reads rows in vectors of 16 bytes, of fp32 or 16-bit numbers. fp64 and other widths have no kernel.
+It reads rows in vectors of 16 bytes, of fp32 or 16-bit numbers. fp64 and other widths have no kernel, nor has a
+compiled block but in bf16.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.runtime.compiled import is_traced
+
 ALIGNMENT = 16
 """Bytes: the kernel reads rows in vectors of this size."""
 
 
 def has_grouped_products(weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes weights of this dtype and of these widths."""
+    """Whether the kernel takes weights of this dtype and of these widths; inductor knows it in bf16 alone."""
+    if is_traced() and any(w.dtype != torch.bfloat16 for w in weights):
+        return False
     aligned = all(size * w.element_size() % ALIGNMENT == 0 for w in weights for size in w.shape[1:])
     return aligned and all(w.dtype != torch.float64 for w in weights)
 

@@ -3,9 +3,9 @@
     index [t, k]: the k experts of every token; its t · k rows are sorted by expert
     rows [n, i] and a stack of matrices [e, o, i] give [n, o]: a group of rows for each expert
 
-``F.grouped_mm`` computes all groups at once. It needs fp32 or 16 bits and rows of a multiple of 16 bytes, and its
-compiled form 16 bits. Elsewhere (fp64, odd widths) ``bmm`` computes the same with a copy of an expert's matrix for
-every row. Both are independent of the routing's values, so a dry run runs them.
+``F.grouped_mm`` computes all groups at once, where it has a kernel (runtime/grouped_products.py). Elsewhere ``bmm``
+computes the same with a copy of an expert's matrix for every row. Both are independent of the routing's values, so a
+dry run runs them.
 
 A rank may hold some of the experts only. Rows of other ranks' experts have the number of its experts as their index
 and are the last ones. ``grouped_mm`` leaves their results, and their gradients, uninitialised: a NaN in them would
@@ -95,9 +95,7 @@ def grouped_low_rank(rows: Tensor, a: Tensor, b: Tensor, scale: float, groups: R
 
 def _has_kernel(tensor: Tensor) -> bool:
     """Whether the kernel multiplies rows of this size and dtype on this device."""
-    if not has_grouped_products((tensor,)) or (
-        torch.compiler.is_compiling() and tensor.dtype != torch.bfloat16
-    ):
+    if not has_grouped_products((tensor,)):
         return False
     return tensor.device.type != "cuda" or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
 
