@@ -22,7 +22,7 @@ import dataclasses
 import gc
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,19 +59,29 @@ _seconds = 0.0
 _tracing = False
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Replace the forward methods of blocks by compiled ones."""
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Replace the forward methods of blocks, or of parts of them, by compiled ones."""
     for block in blocks:
         block.forward = CompiledForward(block)
 
 
+def parts_without(block: nn.Module, apart: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """The largest modules within ``block`` that contain none of ``apart``, and those of ``apart`` in it."""
+    if block in apart or not any(module in apart for module in block.modules()):
+        yield block
+        return
+    for child in block.children():
+        yield from parts_without(child, apart)
+
+
 def compiled_as(block: nn.Module) -> object:
-    """Equal for compiled blocks that share their compilations; the block itself if it is not compiled.
+    """Equal for compiled blocks that share their compilations; the block itself if nothing of it is compiled.
 
     It is known after the block's first call.
     """
-    forward = block.forward
-    return forward.shares if isinstance(forward, CompiledForward) else block
+    forwards = (module.forward for module in block.modules())
+    shares = [forward.shares for forward in forwards if isinstance(forward, CompiledForward)]
+    return tuple(shares) if shares else block
 
 
 def seconds_compiling() -> float:

@@ -8,9 +8,11 @@ The dry run takes the same graph through the same partitioner and scheduler and 
 So saved activations and the buffers of fused kernels are counted. A fused kernel moves its inputs and outputs once.
 
 It comes before checkpointing, which recomputes a compiled block as a whole, and before sharding: FSDP2 gathers weights
-outside of the compiled code. Refused: the whole model in one graph, which takes longer to compile with each layer and
-hides the blocks from FSDP2 and from stages; selective checkpointing and budgets of blocks, because the compiler
-chooses what a compiled block saves.
+outside of the compiled code. Modules that are FSDP groups within a block, such as divided experts, are compiled on
+their own, and so are the parts around them.
+
+Refused: the whole model in one graph, which takes longer to compile with each layer and hides the blocks from FSDP2 and
+from stages; selective checkpointing and budgets of blocks, because the compiler chooses what a compiled block saves.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class Compile(Wrapping):
     def apply(self, site: Site) -> None:
         if site.strategy[COMPILE] != "block":
             return
-        from shardwise.runtime.compiled import compile_blocks
+        from shardwise.runtime.compiled import compile_blocks, parts_without
 
         if reason := site.context.blueprint.compile_obstacle():
             raise RecipeError(
@@ -113,4 +115,5 @@ class Compile(Wrapping):
                 why=reason,
                 fix="the nearest that works is compile: none",
             )
-        compile_blocks(site.view.blocks)
+        view = site.view
+        compile_blocks(part for block in view.blocks for part in parts_without(block, view.own_axes))

@@ -23,7 +23,6 @@ from typing import Any
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.technique.base import MOST_RANKS, Dividing
-from shardwise.technique.compiling import COMPILE
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
@@ -91,12 +90,6 @@ RULES: tuple[Rule, ...] = (
             _on(case) and case.experts != 0 and not _divides(case, case.strategy[EXPERT_PARALLEL])
         ),
         nearest=_nearest,
-    ),
-    Rule(
-        key="expert_parallel",
-        reason="experts are gathered within a block, by an FSDP group of their own, and compiled blocks have none",
-        broken=lambda case: _on(case) and case.strategy[COMPILE] != COMPILE.default,
-        nearest=lambda case: {"compile": COMPILE.default},
     ),
     Rule(
         key="tensor_sequence_parallel",

@@ -101,6 +101,49 @@ def test_native_mixtures_train_as_one_plain_process(parity: Parity) -> None:
     parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
 
 
+COMPILED: dict[int, list[dict[str, Any]]] = {
+    2: [{"zero_stage": 3}],
+    4: [
+        {"zero_stage": 0},
+        {"zero_stage": 3, "tensor_parallel": 2, "expert_parallel": 4},
+        {"zero_stage": 1, "pipeline_parallel": 2},
+        {"zero_stage": 3, "sequence_parallel": 2, "activation_checkpointing": "full"},
+        {"zero_stage": 2, "sequence_parallel": 2, "sequence_method": "ring"},
+    ],
+}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_compiled_parts_of_blocks(world: int, parity: Parity) -> None:
+    """The parts around the experts' FSDP group, and the experts, each compiled."""
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
+    recipe, fixed = recipe_of({"model": NATIVE, **values}, SETTINGS), FIXED | {"compile": "block"}
+    parity.all_pass(*(Trial(recipe, world, fixed | mix) for mix in COMPILED[world]))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mixtral", {}),
+        ("mixtral", {"adapter": {"rank": 2, "targets": "all"}}),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_compiled_experts_of_transformers(
+    family: str, settings: dict[str, Any], parity: Parity, tmp_path: Path
+) -> None:
+    """Inductor knows the grouped product in bf16 alone, whether experts are divided or not."""
+    recipe = recipe_for(tmp_path / family, family, **settings)
+    fixed = FIXED | {"zero_stage": 3, "compile": "block"}
+    parity.all_pass(
+        Trial(recipe, 2, fixed | {"precision": "fp32"}),
+        Trial(recipe, 2, fixed | {"precision": "bf16"}),
+        Trial(recipe, 2, fixed | {"precision": "fp32", "expert_parallel": 1}),
+    )
+
+
 def test_adapters_of_experts(parity: Parity, tmp_path: Path) -> None:
     """Low ranks are divided with the experts that they adapt, also on a base of four bits."""
     folder, adapter = tmp_path / "mixtral", {"rank": 2, "targets": "all"}
@@ -229,7 +272,6 @@ def test_the_degree_counts_all_ranks_that_divide_experts() -> None:
         ({"expert_parallel": 3}, {"expert_parallel": 2}),
         ({"expert_parallel": 2, "tensor_parallel": 4}, {"expert_parallel": 1}),
         ({"expert_parallel": 8, "replicate": 2, "zero_stage": 1}, {"expert_parallel": 4}),
-        ({"expert_parallel": 2, "compile": "block"}, {"compile": "none"}),
         ({"expert_capacity": 2.0}, {"expert_capacity": 1.25}),
         ({"tensor_parallel": 2, "expert_parallel": 2, "tensor_sequence_parallel": "gathered"}, None),
     ],

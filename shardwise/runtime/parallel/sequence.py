@@ -120,6 +120,7 @@ class ContextParallelAttention:
                 f"{type(missing).__name__} does not call scaled_dot_product_attention, which context parallelism"
                 " replaces"
             )
+        self._met.update(self.blocks)
 
 
 _traced: set[object] = set()
