@@ -167,6 +167,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
                          "pipeline_parallel_microbatch_size": 2}, "training": {"local_batch_size": 8}},
         {"strategy.pipeline_schedule": "interleaved", "strategy.micro_batch_size": 2, "batch_size": 32},
     ),
+    ({"parallelism": {"expert_parallel_degree": 4}}, {"strategy.expert_parallel": 4, "strategy.zero_stage": 3}),
     ({"parallelism": {"context_parallel_degree": 4}}, {"strategy.sequence_parallel": 4, "batch_size": 2}),
     (
         {"parallelism": {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 8}},
@@ -238,15 +239,16 @@ def test_what_torchtitan_has_alone_is_named(tmp_path: Path) -> None:
     made = titan(
         tmp_path,
         lr_scheduler={"total_steps": 500},
-        parallelism={"enable_async_tensor_parallel": True, "expert_parallel_degree": 2},
+        parallelism={"enable_async_tensor_parallel": True, "expert_tensor_parallel_degree": 2},
         checkpoint={"initial_load_path": "outputs/checkpoint/step-10"},
         optimizer={"name": "Adam"},
         training={"dataset": "my_data"},
     )
     lost = {each.key for each in made.of("no equivalent")}
     assert lost == {
-        "lr_scheduler.total_steps", "parallelism.enable_async_tensor_parallel", "parallelism.expert_parallel_degree",
-        "checkpoint.initial_load_path", "optimizer.name", "training.dataset",
+        "lr_scheduler.total_steps", "parallelism.enable_async_tensor_parallel",
+        "parallelism.expert_tensor_parallel_degree", "checkpoint.initial_load_path", "optimizer.name",
+        "training.dataset",
     }  # fmt: skip
     assert value(made, "steps") == 100
     other = titan(tmp_path, model={"name": "deepseek_v3", "flavor": "16B"})
