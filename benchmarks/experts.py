@@ -6,8 +6,8 @@ Unknown of every row is the imbalance of its router; plans take the default ``ex
 benchmarks/results/experts.json.
 
     torchtitan   commits 27aa49077c and 9f7f460280: DeepSeek-V3 16B on 8 H100 of 95 GiB; peak reserved, tokens/s and GPU
-    ms-swift     examples/megatron: Qwen3-30B-A3B, GiB as annotated by the authors, rounded; their seconds are of
-                 devices without a name
+    ms-swift     examples/megatron: Qwen3-30B-A3B and 235B-A22B, GiB as annotated by the authors, rounded; their
+                 seconds are of devices without a name
 """
 
 from __future__ import annotations
@@ -136,6 +136,50 @@ ROWS: tuple[Mapping[str, Any], ...] = (
         "gib": 75,
         "seconds": None,
     },
+    {
+        "name": "ms-swift mcore_bridge/lora/moe.sh, Megatron, LoRA, EP 2, 2 GPUs",
+        "model": QWEN,
+        "cluster": "2xH100-80GB",
+        "length": 2048,
+        "batch": 16,
+        "adapter": {"rank": 8, "targets": "all"},
+        "strategy": {
+            "zero_stage": 1,
+            "expert_parallel": 2,
+            "micro_batch_size": 8,
+            "activation_checkpointing": "full",
+        },
+        "gib": 50,
+        "seconds": None,
+    },
+    {
+        "name": "ms-swift lora/qwen3_235b.sh, Megatron, LoRA, TP 4 x EP 8, 8 GPUs (without sequence parallelism here)",
+        "model": {"preset": "qwen3-235b-a22b"},
+        "cluster": "8xH100-80GB",
+        "length": 2048,
+        "batch": 16,
+        "adapter": {"rank": 8, "targets": "all"},
+        "strategy": {
+            "zero_stage": 1,
+            "tensor_parallel": 4,
+            "expert_parallel": 8,
+            "micro_batch_size": 8,
+            "activation_checkpointing": "full",
+        },
+        "gib": 80,
+        "seconds": None,
+    },
+    {
+        "name": "ms-swift flash_attention_3/mcore.sh, Megatron, LoRA, EP 4, 4 GPUs",
+        "model": QWEN,
+        "cluster": "4xH100-80GB",
+        "length": 8192,
+        "batch": 16,
+        "adapter": {"rank": 32, "targets": "all"},
+        "strategy": {"zero_stage": 1, "expert_parallel": 4, "activation_checkpointing": "full"},
+        "gib": 49,
+        "seconds": None,
+    },
 )
 
 
@@ -152,6 +196,7 @@ def predicted(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "steps": 2,
         "batch_size": row["batch"],
         "cluster": {"preset": row["cluster"]},
+        "adapter": row.get("adapter"),
         "strategy": dict(settings.values),
     }
     recipe = recipe_of(values, SETTINGS)

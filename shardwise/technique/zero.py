@@ -12,7 +12,8 @@ is copied. The stages differ only in which weights stay gathered and when gradie
 in units of (N-1)/N * parameters per rank and optimizer step. Hybrid sharding sets ``replicate`` > 1: the stage's
 traffic then stays inside each group of ``shard`` ranks, and one all-reduce of the shards per step crosses the groups.
 A single data-parallel rank sends nothing. With mixed precision its stage 1 casts each weight once a step. Stage 0 casts
-it in every forward and backward pass, and needs 2 bytes per parameter less.
+it in every forward and backward pass, and needs 2 bytes per parameter less. Frozen weights that a rank has whole, in
+the dtype in which it computes, are used as they are stored.
 Other axes whose ranks see different tokens, such as that of the sequence, are joined with the axis of the shards (in
 stage 0, of the copies). Modules that such an axis divides (``ModelView.own_axes``) are FSDP groups of their own, whose
 mesh leaves it out.
@@ -36,7 +37,7 @@ several dtypes, tensor parallelism, stages or offload, stage 0 is FSDP2 with one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -234,11 +235,28 @@ def _shard(site: Site, reshard: bool) -> None:
         *([(view.head, mesh, precision)] if view.head else []),
         (view.model, mesh, precision),
     ]
+    as_stored = set() if on_host else set(_used_as_stored(site, mesh, meshes))
     with fsdp_integers():
         for group, over, policy in groups:
             fully_shard(
-                group, mesh=over, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard
+                group,
+                mesh=over,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=reshard,
+                ignored_params=as_stored,
             )
+
+
+def _used_as_stored(
+    site: Site, mesh: DeviceMesh, meshes: Mapping[tuple[Axis, ...], DeviceMesh]
+) -> Iterator[nn.Parameter]:
+    """Frozen parameters that a rank has whole, in the dtype in which it computes: FSDP2 would only copy them."""
+    own = {p: meshes[axes] for module, axes in site.view.own_axes.items() for p in module.parameters()}
+    for parameter in site.view.model.parameters():
+        cast = parameter.is_floating_point() and parameter.dtype != site.options.dtypes.compute
+        if not parameter.requires_grad and not cast and own.get(parameter, mesh).size() == 1:
+            yield parameter
 
 
 def _refuse_shared_weights(blocks: Sequence[nn.Module]) -> None:

@@ -73,6 +73,17 @@ def test_frozen_weights_have_no_gradients_and_no_state(quantize: str) -> None:
     assert any("lora of rank 8 trains" in note for note in run.hints.notes)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_one_rank_has_no_copy_of_frozen_weights(quantize: str, stage: int) -> None:
+    """It has them whole in bf16: FSDP2 would copy those of a block, or of all blocks, into a gathered buffer."""
+    adapter = {"rank": 2, "targets": "attention", "quantize": quantize}
+    run = planned(adapter, {"precision": "bf16", "zero_stage": stage})
+    trained = run.parameters - blueprint_of(recipe_with(adapter, WIDE)).parameter_counts()[1]
+    most = max(point.ledger.parameters for point in run.timeline)
+    assert most - run.peaks["clip"].ledger.parameters <= 2 * trained
+
+
 def test_gradients_that_are_reduced_are_the_adapters() -> None:
     """ZeRO 3 gathers all weights and reduces the gradients of trained weights."""
     recipe = recipe_with({"rank": 8}, WIDE, cluster={"devices_per_node": 2}, batch_size=2)
