@@ -51,6 +51,8 @@ class StepRecord:
         metrics: of ``evaluation.metrics``, on the held-out samples.
         compile_seconds: of compiling kernels in this step.
         load_imbalance: load of the busiest rank relative to a balanced one, where a technique divides work by the data.
+        busiest_expert: tokens of the busiest expert relative to the mean of its layer, the largest of all layers.
+        dead_experts: experts of all layers that got no token in this step.
     """
 
     step: Size
@@ -71,6 +73,8 @@ class StepRecord:
     held_out_losses: Mapping[str, float] | None = None
     metrics: Mapping[str, float] | None = None
     load_imbalance: float | None = None
+    busiest_expert: float | None = None
+    dead_experts: Size | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,21 @@ class GradientHistogram:
 
 
 @dataclass(frozen=True)
+class ExpertsRecord:
+    """Tokens of every expert relative to the mean of its layer.
+
+    Attributes:
+        steps: of which it is the mean: those of the process that wrote the report.
+        layers: names of the experts modules.
+        load: a row for each of them.
+    """
+
+    steps: Size
+    layers: tuple[str, ...]
+    load: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """``report.json``: measured results of a run that reached its end, with the plan's predictions.
 
@@ -167,6 +186,7 @@ class Outcome:
         gradients: their sizes in a step; None without loss scaling.
         metrics: the last ones of ``evaluation.metrics``.
         best_step: the step of the best checkpoint; None without ``checkpoint.best``.
+        experts: their load; None for a model without experts.
     """
 
     ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
@@ -187,6 +207,7 @@ class Outcome:
     gradients: GradientHistogram | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     best_step: Size | None = None
+    experts: ExpertsRecord | None = None
 
     @property
     def worst(self) -> RankMemory:

@@ -30,6 +30,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
+from shardwise.runtime.parallel.expert_load import experts_by_name
 from shardwise.runtime.parallel.shard_slices import canonical_name, share, shared_names
 from shardwise.runtime.torch_private import flattened
 from shardwise.runtime.torch_private_fsdp import fsdp_initialise
@@ -91,6 +92,7 @@ def _site(context: Context, trained: bool = True) -> Site:
         blueprint.output(model),
         blueprint.context_parallel_obstacle(model),
         lambda: blueprint.tensor_plan(model),
+        experts=experts_by_name(model),
     )
     options = EngineOptions(Dtypes(torch.float32, torch.float32, torch.float32))
     site = Site(context, view, options, trained=trained)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from shardwise.engine.phase import phase
 from shardwise.engine.run import Run
 from shardwise.model.blueprint import Batch
 
@@ -28,6 +30,8 @@ class StepResult:
         loss_scale: the factor this step's loss was scaled by.
         capacity_used: the largest share of ``EngineOptions.capacity`` that a rank used; above 1 the step is void and
             must be run again. None without a capacity.
+        expert_load: tokens of every expert relative to the mean of its layer, fp32 [layers, experts]; None without
+            experts, and where ranks are not in the same step.
     """
 
     loss: Tensor
@@ -36,6 +40,7 @@ class StepResult:
     tokens: Tensor
     loss_scale: Tensor
     capacity_used: Tensor | None = None
+    expert_load: Tensor | None = None
 
 
 def step(run: Run, batches: Sequence[Batch], learning_rate: float, skip: Tensor | None = None) -> StepResult:
@@ -54,7 +59,19 @@ def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
     """From the gradients of a step, its valid targets and its mean loss to the update."""
     scale = run.loss_scale.value.clone()
     norm, skipped = run.update.finish(loss)
-    return StepResult(loss, norm, skipped, tokens, scale, run.update.capacity_used)
+    used, load = run.update.capacity_used, _expert_load(run, skipped)
+    return StepResult(loss, norm, skipped, tokens, scale, used, load)
+
+
+def _expert_load(run: Run, skipped: Tensor) -> Tensor | None:
+    """The load of experts in the step that ends; routers balance it unless the update was left out."""
+    counted = run.options.expert_load
+    if counted is None or not run.synchronous:
+        return None
+    with phase("optimizer"):
+        load = counted.relative(run.device)
+        counted.adjust_biases(load, skipped)
+    return load
 
 
 def enlarged(run: Run, used: Tensor | None) -> str:
@@ -77,7 +94,12 @@ def exceeded(run: Run) -> bool:
     return bool(enlarged(run, run.update.capacity_used))
 
 
-def imbalance_of(run: Run, result: StepResult) -> float | None:
-    """The load of the busiest rank relative to a balanced one; None without a capacity. Waits for the device."""
-    capacity, used = run.options.capacity, result.capacity_used
-    return None if capacity is None or used is None else capacity.imbalance(float(used))
+def loads(run: Run, result: StepResult) -> dict[str, Any]:
+    """Measures of a load that depends on the data, as ``StepRecord`` names them. Waits for the device."""
+    measures: dict[str, Any] = {}
+    if run.options.capacity is not None and result.capacity_used is not None:
+        measures["load_imbalance"] = run.options.capacity.imbalance(float(result.capacity_used))
+    if result.expert_load is not None:
+        measures["busiest_expert"] = float(result.expert_load.max())
+        measures["dead_experts"] = int((result.expert_load == 0).sum())
+    return measures

@@ -46,6 +46,7 @@ class TrainState:
         guard: the guard's memory.
         cursor: where the streams of the data are before the next step (data/streaming.py).
         best: the best evaluation so far, whose checkpoint is kept.
+        capacity: the room that void steps have shown to be needed, relative to a balanced load; None before the first.
     """
 
     step: Size = 0
@@ -55,6 +56,7 @@ class TrainState:
     guard: GuardState = field(default_factory=GuardState)
     cursor: tuple[str, ...] = ()
     best: Best | None = None
+    capacity: Finite | None = None
 
     def position(self, index: int) -> int:
         """Position of the batch of step ``index`` (from 0) in the order of the data."""

@@ -97,6 +97,21 @@ class Router(nn.Module):
             by = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(-2)
         return by.topk(d.experts_per_token, dim=-1).indices
 
+    @property
+    def adjusts_bias(self) -> bool:
+        return self.e_score_correction_bias is not None and self.dimensions.router_bias_rate > 0
+
+    @torch.no_grad()
+    def adjust_bias(self, load: Tensor, left_out: Tensor) -> None:
+        """After a step: more bias for experts with fewer tokens than the mean, less for those with more.
+
+        Args:
+            load: tokens of every expert, relative to the mean, [E]. left_out: 1 where the step updated nothing.
+        """
+        if self.e_score_correction_bias is not None:
+            change = self.dimensions.router_bias_rate * (1 - left_out) * (1 - load).sign()
+            self.e_score_correction_bias += change.to(self.e_score_correction_bias.dtype)
+
     def losses(self, logits: Tensor, filled: Tensor) -> Tensor:
         """The auxiliary losses of one forward pass, times their coefficients; a scalar.
 

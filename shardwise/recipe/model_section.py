@@ -70,6 +70,8 @@ class ModelSpec(Section):
     """factor of the weights of a token's experts; default: 1"""
     router_bias: bool | None = None
     """whether each expert has a bias that counts in the choice alone (balance without a loss); default: false"""
+    router_bias_rate: Annotated[float, Field(ge=0, le=1)] | None = None
+    """by which every step moves router_bias towards a balanced load (Wang et al. 2024); default: 0.001"""
     balance_loss: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """coefficient of the load-balancing loss of each router (Fedus et al. 2021), such as 0.01; default: 0"""
     z_loss: Annotated[float, Field(ge=0, le=1e6)] | None = None

@@ -54,6 +54,7 @@ class Dimensions:
         normalized_weights: whether the weights of a token's experts add up to ``router_scale``.
         router_scale: factor of the weights.
         router_bias: whether a bias of each expert is added to the scores for the choice.
+        router_bias_rate: by which every step moves that bias towards a balanced load.
         balance_loss: coefficient of the load-balancing loss.
         z_loss: coefficient of the mean square of the logits' logsumexp.
     """
@@ -81,6 +82,7 @@ class Dimensions:
     normalized_weights: bool = True
     router_scale: float = 1.0
     router_bias: bool = False
+    router_bias_rate: float = 0.001
     balance_loss: float = 0.0
     z_loss: float = 0.0
 

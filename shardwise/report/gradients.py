@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from shardwise.core.run_files import GradientHistogram
 from shardwise.report.notation import COLOURS
+from shardwise.report.page_parts import picture
 from shardwise.report.pictures import ACCENT, INK, MUTED, SHADE, STYLE, WIDE_INCHES
 
 SMALLEST_EXPONENT, SMALLEST_NORMAL_EXPONENT, LARGEST_EXPONENT = -24, -14, 16
 """Exponents of fp16: of its smallest number, of its smallest number with all digits, and beyond its largest."""
+
+
+def gradients_section(histogram: GradientHistogram | None) -> dict[str, Any]:
+    """What the page shows of gradients by size in fp16; None without loss scaling."""
+    if histogram is None or not any(histogram.counts):
+        return {"gradients": None, "underflow": []}
+    shown = picture("Gradients of a step by exponent", lambda w: gradient_picture(histogram, w))
+    return {"gradients": shown, "underflow": list(gradient_sentences(histogram))}
 
 
 @matplotlib.rc_context(STYLE)

@@ -24,7 +24,8 @@ from shardwise.recipe.noise_scale import batch_sentences, noise_scale
 from shardwise.report.answer_page import answer_values, run_card
 from shardwise.report.blocks import blocks_through_time
 from shardwise.report.charts import series_charts, timeline_chart
-from shardwise.report.gradients import gradient_picture, gradient_sentences
+from shardwise.report.experts import experts_section
+from shardwise.report.gradients import gradients_section
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
     COLOURS,
@@ -97,7 +98,8 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "traffic": _traffic_rows(plan),
         "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, unit)),
         "sample": outcome.sample if outcome else None,
-        **_gradients(outcome),
+        **gradients_section(outcome.gradients if outcome else None),
+        **experts_section(outcome.experts if outcome else None),
         "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, unit))
         if run.steps
         else None,
@@ -369,15 +371,6 @@ def _measured_phases(run: RunRecord) -> dict[str, Any]:
         return {"by_rank": None, "phases_of": None}
     shown = picture("Seconds of a step by phase and rank", lambda w: time_by_rank(run.plan, phases, w))
     return {"by_rank": shown, "phases_of": phases}
-
-
-def _gradients(outcome: Outcome | None) -> dict[str, Any]:
-    """The picture of gradients by size in fp16, and what it says; None without loss scaling."""
-    found = outcome.gradients if outcome else None
-    if found is None or not any(found.counts):
-        return {"gradients": None, "underflow": []}
-    shown = picture("Gradients of a step by exponent", lambda w: gradient_picture(found, w))
-    return {"gradients": shown, "underflow": list(gradient_sentences(found))}
 
 
 def _split_rows(plan: Plan) -> list[Bar]:

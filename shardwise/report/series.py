@@ -86,6 +86,11 @@ def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series
             "load of the busiest rank, relative to a balanced one",
             {"": [step.load_imbalance for step in steps]},
         ),
+        Series(
+            "tokens of the busiest expert, relative to the mean",
+            {"": [step.busiest_expert for step in steps]},
+        ),
+        Series("experts without a token", {"": [step.dead_experts for step in steps]}),
         Series("loss scale", {"": [step.loss_scale for step in steps]}, logarithmic=True),
     ]
     return [row for row in rows if any(value is not None for line in row.values.values() for value in line)]

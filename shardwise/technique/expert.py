@@ -107,7 +107,7 @@ RULES: tuple[Rule, ...] = (
 
 
 class ExpertParallel(Dividing):
-    """Divides the experts of every mixture layer."""
+    """Counts the tokens of experts, and divides the experts of every mixture layer."""
 
     name = "expert"
     on_frozen = True
@@ -135,6 +135,7 @@ class ExpertParallel(Dividing):
         return f"ep{degree}{room}" if degree > 1 else ""
 
     def apply(self, site: Site) -> None:
+        _count_tokens(site)
         if site.strategy[EXPERT_PARALLEL] == 1:
             return
         _refuse_asynchronous(site)
@@ -155,6 +156,22 @@ class ExpertParallel(Dividing):
         site.view.own_axes |= dict.fromkeys(divided, tuple(axes))
         if site.trained:
             site.options.capacity = room
+
+
+def _count_tokens(site: Site) -> None:
+    """Before anything divides tokens: how many each expert gets, if all layers have as many experts."""
+    if site.trained and len(set(site.view.experts.values())) == 1:
+        from shardwise.runtime.parallel.expert_load import ExpertLoad
+
+        stages = [(stage.model, stage.blocks) for stage in site.view.stages]
+        load = site.options.expert_load = ExpertLoad(site.view.experts, stages)
+        if load.balances and site.options.place is not None and not site.options.place.synchronous:
+            raise RecipeError(
+                "the biases of the routers cannot balance the experts",
+                where="model.router_bias",
+                why="stages of this schedule are not in the same step, so their tokens are not counted together",
+                fix="set strategy.pipeline_schedule: 1f1b, or model.router_bias_rate: 0",
+            )
 
 
 def _refuse_asynchronous(site: Site) -> None:

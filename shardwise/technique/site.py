@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardwise.model.blueprint import Blueprint
     from shardwise.recipe.sections import Recipe
+    from shardwise.runtime.parallel.expert_load import ExpertLoad
     from shardwise.runtime.parallel.tensor import Split
     from shardwise.technique.place import Place
 
@@ -86,10 +87,12 @@ class Capacity(Protocol):
     A step that needed more is void: no rank updates, and the step is run again with more room.
 
     Attributes:
+        factor: the room, relative to a balanced load.
         used: the largest share of the room that was asked for since the step began; above 1 something was left out.
             A scalar on the device, fp32; None before the first.
     """
 
+    factor: float
     used: torch.Tensor | None
 
     def imbalance(self, used: float) -> float:
@@ -129,6 +132,7 @@ class ModelView:
         own_axes: of modules whose parameters are divided over axes along which those of other modules are equal, such
             as experts: these axes. Their parameters are DTensors over them, and their gradients are not summed over
             them.
+        experts: of the whole model: the number of experts of each experts module, by its name.
     """
 
     model: nn.Module
@@ -138,6 +142,7 @@ class ModelView:
     context_parallel_obstacle: str = ""
     tensor_plan: Callable[[], Mapping[str, Split]] = dict
     own_axes: dict[nn.Module, tuple[Axis, ...]] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -177,6 +182,7 @@ class EngineOptions:
             as ``Layout`` reads them). The plan counts their traffic under that name.
         place: this rank's place on an axis whose ranks hold different blocks; None without such an axis.
         capacity: room of a fixed size that a step may exceed; None where nothing depends on the data.
+        expert_load: what counts the tokens of experts; None for a model without experts.
     """
 
     dtypes: Dtypes
@@ -191,6 +197,7 @@ class EngineOptions:
     groups: list[tuple[str, ProcessGroup]] = field(default_factory=list)
     place: Place | None = None
     capacity: Capacity | None = None
+    expert_load: ExpertLoad | None = None
 
 
 @dataclass

@@ -33,7 +33,7 @@ from shardwise.engine.phase import listening
 from shardwise.engine.run import BatchSource
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.seeding import seed_step
-from shardwise.engine.step import StepResult, enlarged, imbalance_of, step
+from shardwise.engine.step import loads, step
 from shardwise.engine.train_state import TrainState
 from shardwise.launch.alarm import watch
 from shardwise.launch.signals import StopRequest
@@ -42,10 +42,18 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from shardwise.trainer.batches import RankBatches, StepBatches, require_vocabulary
 from shardwise.trainer.evaluation import best_of, evaluate
+from shardwise.trainer.expert_watch import ExpertWatch
 from shardwise.trainer.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.trainer.faults.recovery import ObservedStep, Recovery, Rewound
 from shardwise.trainer.gradient_histogram import GradientWatch
 from shardwise.trainer.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, Hooks, open_callbacks, read
+from shardwise.trainer.issued_step import (
+    IssuedStep,
+    RunAgain,
+    noted_capacity,
+    require_capacity,
+    restore_capacity,
+)
 from shardwise.trainer.meter import MemoryMeter
 from shardwise.trainer.noise import gradient_noise, refuse_noise
 from shardwise.trainer.pass_stopwatch import Stopwatch
@@ -67,24 +75,6 @@ class Job:
     folder: Path
     device: torch.device
     exact_memory: bool = False
-
-
-@dataclass
-class _Pending:
-    """A step that the host has issued and whose results it has not read.
-
-    ``index`` counts steps from 0. ``seconds`` are those of the step without ``compiling`` kernels.
-    """
-
-    index: int
-    result: StepResult
-    flags: Tensor
-    seconds: float
-    compiling: float
-
-
-class _RunAgain(Exception):
-    """The step whose results are read next is void: it and all after it are run again."""
 
 
 class Trainer:
@@ -125,9 +115,10 @@ class Trainer:
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.phases = PhaseStopwatch(self.run, self.state.step)
         self.gradients = GradientWatch(self.run, self.state.step)
+        self.experts = ExpertWatch(self.run)
         self.profiling = Profiling(recipe.profile, job.folder, job.device, warn)
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
-        self._pending: _Pending | None = None
+        self._pending: IssuedStep | None = None
         self._watched = self._ended = False
         self._skip: Tensor | None = None
         if recipe.evaluation.noise_scale:
@@ -143,6 +134,7 @@ class Trainer:
         if state is None:
             return TrainState()
         self.data.begin_at(state.cursor)
+        restore_capacity(self.run, state)
         self.meter.forget()
         return state
 
@@ -172,7 +164,7 @@ class Trainer:
         if self.job.recipe.checkpoint.best is not None and self.state.best is None:
             warn(f"no best checkpoint: {self.job.recipe.checkpoint.best} was finite in no evaluation")
         timed = self.stopwatch.collect(), self.phases.collect()
-        self.log.end(self.meter.peak, self.state, *timed, self.gradients.collect())
+        self.log.end(self.meter.peak, self.state, *timed, self.gradients.collect(), self.experts.collect())
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -243,8 +235,8 @@ class Trainer:
                 self.state, self._pending = rewound.state, None
                 self.pauses.rewind()
                 self.log.lap()
-            except _RunAgain:  # no step since then has updated anything
-                self._pending = None
+            except RunAgain:  # no step since then has updated anything
+                self.state, self._pending = noted_capacity(self.run, self.state), None
                 self.log.lap()
 
     def _steps(self) -> None:
@@ -259,7 +251,7 @@ class Trainer:
             if self._ended:
                 return
 
-    def _issue(self, index: int, source: BatchSource) -> _Pending:
+    def _issue(self, index: int, source: BatchSource) -> IssuedStep:
         """Run a step without waiting for the device."""
         recipe, run = self.job.recipe, self.run
         seed_step(recipe.seed, index, run.random_rank)
@@ -267,7 +259,7 @@ class Trainer:
             result = step(run, source.micro_batches(index), learning_rate(recipe, index), self._skip)
         flags = self._agreed(index)
         self._skip = flags[-1] if self.hooks.may_ask and run.synchronous else None
-        return _Pending(index, result, flags, *self.log.lap())
+        return IssuedStep(index, result, flags, *self.log.lap())
 
     @contextmanager
     def _monitored(self, index: int) -> Iterator[None]:
@@ -288,7 +280,7 @@ class Trainer:
 
     def _finish(
         self,
-        pending: _Pending,
+        pending: IssuedStep,
         losses: Mapping[str, float] = {},
         metrics: Mapping[str, float] = {},
         noise: GradientNoise | None = None,
@@ -299,10 +291,11 @@ class Trainer:
             losses: of the validation sets by name; "" is the run's own.
             metrics: of a user's module.
 
-        Raises Rewound, _RunAgain or NumericsError.
+        Raises Rewound, RunAgain or NumericsError.
         """
         result, seconds = pending.result, pending.seconds
-        self._require_capacity(result)
+        require_capacity(self.run, pending)
+        self.experts.see(result)
         loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
         skipped, rewinds, scale = bool(result.skipped), self.state.rewinds or None, float(result.loss_scale)
         self.state = replace(self.state, step=pending.index + 1, tokens=self.state.tokens + tokens)
@@ -323,7 +316,7 @@ class Trainer:
             metrics=metrics or None,
             rewinds=rewinds,
             gradient_noise=noise,
-            load_imbalance=imbalance_of(self.run, result),
+            **loads(self.run, result),
             compile_seconds=pending.compiling or None,
         )
         self.log.step(record)
@@ -340,18 +333,12 @@ class Trainer:
             self._watched = True
         return read(pending.flags)
 
-    def _require_capacity(self, result: StepResult) -> None:
-        """Raise _RunAgain if the step needed more room than there was."""
-        if done := enlarged(self.run, result.capacity_used):
-            say(f"step {self.state.step + 1}: {done}")
-            raise _RunAgain
-
-    def _pause(self, pending: _Pending, asked: frozenset[str]) -> None:
+    def _pause(self, pending: IssuedStep, asked: frozenset[str]) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
         index, recipe, noise = pending.index, self.job.recipe, None
         losses, metrics = dict[str, float](), dict[str, float]()
         float(pending.result.loss)  # waits for the device
-        self._require_capacity(pending.result)
+        require_capacity(self.run, pending)
         pending.seconds += self.log.lap()[0]
         asked |= read(pending.flags)
         stop, last = PREEMPT in asked, STOP in asked

@@ -12,6 +12,7 @@ from shardwise.checkpoint.run_folder import forget_report, write_outcome
 from shardwise.core.attempts import Attempts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import (
+    ExpertsRecord,
     GradientHistogram,
     Outcome,
     PassesRecord,
@@ -88,6 +89,7 @@ class RunLog:
         passes: PassesRecord | None,
         phases: PhasesRecord | None = None,
         gradients: GradientHistogram | None = None,
+        experts: ExpertsRecord | None = None,
     ) -> None:
         """Write ``report.json``. All ranks call it together.
 
@@ -97,6 +99,7 @@ class RunLog:
             passes: the timed passes of ranks that hold different blocks.
             phases: the timed phases of a step.
             gradients: their sizes in a step.
+            experts: their load.
         """
         peaks = [peak] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
@@ -127,6 +130,7 @@ class RunLog:
             gradients=gradients,
             metrics=self._values,
             best_step=None if state.best is None else state.best.step,
+            experts=experts,
         )
         write_outcome(self._folder, outcome)
 

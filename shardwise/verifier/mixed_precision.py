@@ -35,6 +35,7 @@ from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.torch_private import tree_map_only
 from shardwise.technique import Digits, digits_of
 from shardwise.verifier.reference import PlainOptimizer, clip, norm_of, reference_loss, reference_model
+from shardwise.verifier.router_bias import PlainRouterBiases
 from shardwise.verifier.textbook import PlainLossScale, PlainNormLimit
 from shardwise.verifier.verdict import TrainedStep
 
@@ -106,6 +107,7 @@ class MixedPrecision:
         self._autocast = torch.autocast(device.type, self.compute, enabled=blueprint.casts_inputs)
         spec = built(recipe)
         self._optimizer = PlainOptimizer(recipe, blueprint, self._masters)
+        self._biases = PlainRouterBiases(self._model)
         self._limit = PlainNormLimit(spec.clip_norm, spec.adaptive_clip)
         self._scale = PlainLossScale(recipe.loss_scale) if self.compute == torch.float16 else None
 
@@ -122,6 +124,7 @@ class MixedPrecision:
         if not skipped:
             clip(self._masters.values(), result.norm, self._limit.next(float(result.norm)))
             self._optimizer.step(index)
+            self._biases.step()
             self._store()
         self._forget()
         if self._scale is not None:
@@ -149,6 +152,7 @@ class MixedPrecision:
 
     def _gradients(self, batches: Sequence[Batch], scale: float) -> _BackwardResult:
         """Put gradients of the mean loss into the master weights."""
+        self._biases.forget()
         self._forget()
         batches = [{name: tensor.to(self._device) for name, tensor in batch.items()} for batch in batches]
         divisor = self._labelled(batches)

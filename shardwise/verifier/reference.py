@@ -23,6 +23,7 @@ from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
 from shardwise.runtime.torch_private import TorchDispatchMode, cast_floats, tree_iter
 from shardwise.verifier.dropout import drop_nothing
+from shardwise.verifier.router_bias import PlainRouterBiases
 from shardwise.verifier.textbook import SGDW, AdamW8bit
 
 
@@ -73,6 +74,7 @@ def train_reference(
     parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
     optimizer = PlainOptimizer(recipe, blueprint, parameters)
     limit = norm_limit_of(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
+    biases = PlainRouterBiases(model)
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
         for batch in batches:
@@ -87,6 +89,7 @@ def train_reference(
         clip(parameters.values(), norm, float(limit.value(norm)))
         limit.update(norm, torch.zeros(()))
         optimizer.step(index)
+        biases.step()
         yield ReferenceStep(total / max(1, count), float(norm))
 
 

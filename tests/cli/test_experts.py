@@ -38,7 +38,8 @@ def test_steps_that_need_more_room_run_again_and_another_degree_goes_on(shell: S
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     alone = ("cluster.devices_per_node=1", "strategy.expert_parallel=1", "steps=6")
     runs = {
-        "first": ("run", "strategy.expert_capacity=1.0", "steps=4"),
+        "first": ("run", "strategy.expert_capacity=1.0", "steps=2"),
+        "resumed": ("run", "strategy.expert_capacity=1.0", "steps=4"),
         "second": ("run", *alone),
         "plain": ("plain", *alone),
     }
@@ -48,6 +49,7 @@ def test_steps_that_need_more_room_run_again_and_another_degree_goes_on(shell: S
         assert done.returncode == 0, done.stderr
         said[name] = done.stdout + done.stderr
     assert "step 1: a rank's experts got" in said["first"] and "the step is run again" in said["first"]
+    assert "run again" not in said["resumed"], "the checkpoint has the room that step 1 needed"
     assert "run again" not in said["second"] + said["plain"]
     divided, plain = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -61,3 +63,9 @@ def test_steps_that_need_more_room_run_again_and_another_degree_goes_on(shell: S
         None,
         None,
     ]
+    for key in ("busiest_expert", "dead_experts"):
+        assert [r[key] for r in divided] == pytest.approx([r[key] for r in plain], rel=1e-5)
+    experts = json.loads((tmp_path / "plain" / "report.json").read_text())["experts"]
+    assert experts["steps"] == 6 and experts["layers"] == [f"layers.{n}.mlp.experts" for n in (0, 1)]
+    assert [sum(row) for row in experts["load"]] == pytest.approx([4.0, 4.0], abs=1e-3)
+    assert "the busiest expert is number" in (tmp_path / "plain" / "report.html").read_text()

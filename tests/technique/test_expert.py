@@ -8,6 +8,7 @@ in tests/runtime/test_dispatch.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,32 @@ def test_native_mixtures_train_as_one_plain_process(parity: Parity) -> None:
         {"sequence_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"},
     ]
     parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
+
+
+BIASED = NATIVE | {"router": "sigmoid", "router_bias": True, "router_bias_rate": 0.1}
+BIASES: list[Any] = [
+    {"zero_stage": 3, "activation_checkpointing": "full"},
+    {"zero_stage": 2, "pipeline_parallel": 2},
+    {"zero_stage": 1, "tensor_parallel": 2, "expert_parallel": 1, "tensor_sequence_parallel": "gathered"},
+    {"zero_stage": 1, "precision": "bf16"},
+]
+MORE_BIASES: list[Any] = [
+    {"zero_stage": 1, "tensor_parallel": 2, "expert_parallel": 4},
+    {"zero_stage": 1, "sequence_parallel": 2},
+    {"zero_stage": 1, "precision": "fp16"},
+    {"zero_stage": 0, "compile": "block", "expert_parallel": 1},
+    {"zero_stage": 0, "compile": "block", "activation_checkpointing": "full"},
+]
+
+
+@pytest.mark.parametrize("mixes", [BIASES, pytest.param(MORE_BIASES, marks=pytest.mark.long)], ids=len)
+def test_biases_of_routers_balance_by_the_tokens_of_all_ranks(
+    mixes: list[dict[str, Any]], parity: Parity
+) -> None:
+    """The reference counts what its routers return. Such a rate changes choices in every step."""
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
+    recipe = recipe_of({"model": BIASED, **values}, SETTINGS)
+    parity.all_pass(*(Trial(recipe, 4, FIXED | mix) for mix in mixes))
 
 
 COMPILED: dict[int, list[dict[str, Any]]] = {
@@ -284,6 +311,19 @@ def test_rules_name_the_nearest(
     assert violations
     if nearest is not None:
         assert nearest in [dict(violation.nearest) for violation in violations]
+
+
+def test_the_asynchronous_pipeline_refuses_biases_that_move() -> None:
+    """Without a rate it runs, and counts nothing."""
+    values = {"data": {"sequence_length": 16}, "steps": 2, "batch_size": 8}
+    strategy = strategy_from({"pipeline_parallel": 2, "pipeline_schedule": "pipedream"})
+    for rate in (0.1, 0.0):
+        cluster = {"device": "cpu", "devices_per_node": 2}
+        recipe = recipe_of(
+            {"model": BIASED | {"router_bias_rate": rate}, "cluster": cluster, **values}, SETTINGS
+        )
+        with pytest.raises(RecipeError, match="not counted together") if rate else nullcontext():
+            dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
 
 
 def test_a_model_without_experts_is_refused() -> None:

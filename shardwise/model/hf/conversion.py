@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError
 from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.runtime.parallel.expert_load import COUNTS
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
     local_part,
@@ -242,7 +243,7 @@ def restore_buffers(model: nn.Module) -> None:
     missing = {
         path: {name: (module.get_buffer(name), version_of(module.get_buffer(name))) for name in names}
         for path, module in modules.items()
-        if (names := non_persistent_buffers(module))
+        if (names := non_persistent_buffers(module) - {COUNTS})
     }
     with initialization.guard_torch_init_functions():
         for path, buffers in missing.items():

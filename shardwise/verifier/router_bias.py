@@ -1,0 +1,44 @@
+"""Balance of experts by the routers' biases in the reference: plain counts of what each router returned.
+
+b_e <- b_e + rate sign(mean of n - n_e), n_e: tokens of expert e in the step (Wang et al. 2024, arXiv:2408.15664)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PlainRouterBiases:
+    """The biases of a native model's routers; nothing for other models."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._counts: dict[Any, Counter[int]] = {}
+        for module in model.modules():
+            if getattr(module, "e_score_correction_bias", None) is not None and hasattr(
+                module, "adjust_bias"
+            ):
+                self._counts[module] = Counter()
+                module.register_forward_hook(self._see)
+
+    def _see(self, router: nn.Module, args: Any, result: tuple[Tensor, Tensor]) -> None:
+        self._counts[router].update(result[0].flatten().tolist())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every bias by the counts of the step, which end here."""
+        for router, counts in self._counts.items():
+            bias: Any = router.get_buffer("e_score_correction_bias")
+            rate: float = router.dimensions.router_bias_rate
+            mean = sum(counts.values()) / len(bias)
+            for expert in range(len(bias)):
+                bias[expert] += rate * ((counts[expert] < mean) - (counts[expert] > mean))
+        self.forget()
+
+    def forget(self) -> None:
+        """Count from now on."""
+        for counts in self._counts.values():
+            counts.clear()
