@@ -6,6 +6,9 @@
 Both are written out, because autograd's own gradient of an index adds with atomics, in any order. ``exchange`` sends
 rows to other ranks and is its own gradient. Indices are saved tensors, so recomputed blocks do not keep them.
 
+Sums are those of an embedding bag, whose forward pass reads each row once and adds in order. Refused: a gather
+[t, k, d] and its sum, which takes t k / n times the memory of the rows where most choices have none.
+
 Legend: t tokens, k experts of a token, n rows, d width.
 """
 
@@ -15,9 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Exchange = Callable[[Tensor], Tensor]
+
+_BAG = 64
+"""Unused rows that one bag sums: a thread adds the rows of a bag one after the other."""
 
 
 def rows_of(tokens: Tensor, source: Tensor, row: Tensor, exchange: Exchange | None = None) -> Tensor:
@@ -60,9 +67,16 @@ class _RowSums(torch.autograd.Function):
 
 def _added(rows: Tensor, row: Tensor) -> Tensor:
     """The sum of each token's rows, in the order of its choices."""
-    missing = row == rows.shape[0]
-    chosen = rows.index_select(0, row.masked_fill(missing, 0).flatten()).unflatten(0, row.shape)  # [t, k, d]
-    return chosen.masked_fill_(missing.unsqueeze(-1), 0.0).sum(1)
+    size = min(rows.shape[0], row.numel())
+    present = (row < rows.shape[0]).flatten()
+    before = F.pad(present.cumsum(0), (1, 0))
+    listed = torch.zeros(size + 1, dtype=torch.int64, device=row.device)
+    listed = listed.scatter(0, torch.where(present, before[:-1], size), row.flatten())[:size]
+    # The bags of tokens end before the list does. Short ones take the rest of it, and nothing reads them.
+    rest = before[-1] + torch.arange(0, size, _BAG, device=row.device)
+    starts = torch.cat([before[: -1 : row.shape[1]], rest.clamp(max=size)])
+    bags: Tensor = torch.ops.aten._embedding_bag_forward_only(rows, listed, starts)[0]
+    return bags[: row.shape[0]]
 
 
 def _here(rows: Tensor) -> Tensor:

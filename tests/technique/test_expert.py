@@ -254,20 +254,24 @@ def planned(folder: Path, world: int, **settings: Any) -> Any:
     return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
 
 
-@pytest.mark.parametrize("capacity", [1.0, 1.5])
-def test_rows_cross_twice_in_each_direction(capacity: float, tmp_path: Path) -> None:
-    """Per layer and pass: rows [R c, h] there and back, and their gradients; a number and a weight per row."""
-    run = planned(
-        tmp_path / "m", 4, expert_parallel=4, zero_stage=1, expert_capacity=capacity, precision="fp32"
-    )
-    tokens, chosen, width, layers, passes, ranks = 2 * 16, 2, 32, 2, 1, 4
-    rows = capacity * tokens * chosen
-    rows_bytes = 4 * rows * width * 4  # there, back, and their gradients
-    small = rows * 8 + 2 * rows * 4  # numbers of experts in int64, weights and their gradients
-    expected = layers * passes * (rows_bytes + small) * (ranks - 1) / ranks
+@pytest.mark.parametrize(
+    ("degree", "capacity", "rows"),
+    [(2, 1.0, 27), (2, 1.5, 32), (4, 1.0, 16), (4, 1.5, 24)],
+    ids=str,
+)
+def test_rows_cross_twice_in_each_direction(degree: int, capacity: float, rows: int, tmp_path: Path) -> None:
+    """A token has 2 of 4 experts, so of two ranks 5/6 on average, of four 1/2; at most all 32 tokens go to a rank.
+
+    Per layer and pass: rows [R c, h] there and back, and their gradients; with each row k numbers and weights.
+    """
+    settings = {"expert_parallel": degree, "expert_capacity": capacity, "zero_stage": 0, "precision": "fp32"}
+    run = planned(tmp_path / "m", 4, **settings)
+    chosen, width, layers = 2, 32, 2
+    row_bytes = 4 * width * 4  # there, back, and their gradients
+    small = chosen * (4 + 2 * 4)  # numbers of experts in int32, weights and their gradients
     sent = [c for c in run.cost.collectives if c.kind == "all_to_all"]
     assert {c.axis for c in sent} == {"expert"}
-    assert sum(c.traffic_bytes for c in sent) == expected
+    assert sum(c.traffic_bytes for c in sent) == layers * (row_bytes + small) * rows * (degree - 1)
 
 
 def test_a_rank_holds_its_experts_and_zero_divides_the_rest_over_the_axis(tmp_path: Path) -> None:

@@ -1,19 +1,21 @@
-"""Experts on other ranks: every row goes to the rank of its expert, and its result comes back.
+"""Experts on other ranks: a token goes once to each rank that has experts of it, and their results come back.
 
     x [t, h], index [t, k], weight [t, k] of this rank's tokens; expert e is on rank e // (E / R)
-    rows     [R c, h], c for each rank: tokens by the rank of their expert    an all-to-all of rows, numbers, weights
-    results  [R c, h] of the experts here, times their weights                an all-to-all back
-    out [t, h] = sum over k of the results of a token's rows
+    arrived  [R c, h], c from each rank: a row for each (token, rank)         an all-to-all of rows, numbers, weights
+    rows     [p, h], one for each (token, expert) here
+    results  [p, h] of the experts here, times their weights; [R c, h], summed for each arrived row
+    out [t, h] = sum over ranks of the results of a token's rows              an all-to-all back
 
-c is the capacity: ``factor`` x t k / R rows, whatever the router says, so all shapes are static. Rows without a token
-have the number of no expert, which experts modules of transformers leave out. Where more than c rows go to one rank,
-those over it are left out, and ``Room.used`` is above 1: the engine then updates nothing and runs the step again with
-more room. Sums are over rows in the order of a token's experts: the same every time.
+c and p are ``factor`` times what a balanced router needs, whatever the router says, so all shapes are static. Rows
+without a token have the number of no expert, which experts modules of transformers leave out. Where more rows go to one
+rank, or more pairs arrive there, those over it are left out, and ``Room.used`` is above 1: the engine then updates
+nothing and runs the step again with more room. Sums are in the order of ranks, and of a token's experts: the same every
+time.
 
 The weights go with the rows. So results are weighted where their inputs are kept for the backward pass, and none is
 kept here. Ranks with the same tokens (of tensor parallelism) each send a share of them.
 
-Legend: t tokens, k experts of a token, h width, E experts, R ranks, c capacity, n = t k.
+Legend: t tokens, k experts of a token, h width, E experts, R ranks, c and p capacities.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ _MARGIN = 1.1
 
 
 class Room:
-    """How many rows ranks have room for, in all layers (technique/site.py's ``Capacity``).
+    """How many rows and pairs ranks have room for, in all layers (technique/site.py's ``Capacity``).
 
     Attributes:
-        factor: rows from each rank, relative to a balanced router.
-        used: rows that went to a rank, relative to those it has room for: the largest since it was set to zero.
+        factor: rows from each rank, and pairs of a token and an expert from all, relative to a balanced router.
+        used: rows or pairs that went to a rank, relative to its room for them: the largest since it was set to zero.
     """
 
     used: Tensor | None = None
@@ -58,10 +60,13 @@ class Room:
             self.used = torch.zeros((), dtype=torch.float32, device=share.device)
         torch.maximum(self.used, share, out=self.used)
 
-    def rows(self, pairs: int, ranks: int, most: int) -> int:
-        """Rows that a rank takes from each other one, of ``pairs`` of a token and an expert there."""
-        self.factor = min(self.factor, most * ranks / pairs)
-        return min(math.ceil(self.factor * pairs / ranks), most)
+    def sizes(self, tokens: int, chosen: int, ranks: int, experts: int) -> tuple[int, int]:
+        """Rows that a rank takes from each other one, and its pairs from all; ``experts`` are those of a rank."""
+        pairs, most = tokens * chosen, tokens * ranks * min(chosen, experts)
+        self.factor = min(self.factor, most / pairs)
+        missed = math.comb(experts * (ranks - 1), chosen) / math.comb(experts * ranks, chosen)
+        rows = min(math.ceil(self.factor * tokens * (1 - missed)), tokens)
+        return rows, min(math.ceil(self.factor * pairs), most)
 
     def imbalance(self, used: float) -> float:
         return used * self.factor
@@ -121,36 +126,61 @@ def _part(weight: nn.Parameter, mesh: DeviceMesh, experts: int) -> nn.Parameter:
 
 
 class Routes(NamedTuple):
-    """Which row a pair of a token and an expert is sent in.
+    """Which row a token is sent in to each rank.
 
     Attributes:
-        pair: of each row sent, [R c]; n where it has none.
-        row: of each pair, [n]; R c where it has none.
-        expert: of each row, its number on the rank it goes to, [R c]; the number of experts there where it has none.
-        most: pairs for one rank, the largest number.
+        token: of each row sent, [R c]; t where it has none.
+        row: of each token, for each rank, [t, R]; R c where it has none.
+        most: tokens for one rank, the largest number.
     """
 
-    pair: Tensor
+    token: Tensor
     row: Tensor
-    expert: Tensor
     most: Tensor
 
 
 def routes(index: Tensor, ranks: int, experts: int, capacity: int) -> Routes:
-    """The routes of pairs [n] with these experts, ``experts`` on each rank, ``capacity`` rows for each."""
-    pairs, rows = index.shape[0], ranks * capacity
-    rank = index // experts
-    counts = torch.zeros(ranks, dtype=torch.int64, device=index.device)
-    counts = counts.scatter_add(0, rank, torch.ones_like(rank))
-    order = torch.argsort(rank, stable=True)
-    there = rank[order]
-    position = torch.arange(pairs, device=index.device) - (counts.cumsum(0) - counts)[there]
-    sent = torch.where(position < capacity, there * capacity + position, rows)
-    row = torch.empty_like(sent).scatter(0, order, sent)
-    pair = torch.full((rows + 1,), pairs, dtype=torch.int64, device=index.device)
-    pair = pair.scatter(0, sent, order)[:rows]  # of pairs that have no row, any is in the last place
-    expert = torch.where(pair < pairs, (index % experts)[pair.clamp(max=pairs - 1)], experts)
-    return Routes(pair, row, expert, counts.max())
+    """The routes of tokens with these experts [t, k], ``experts`` on each rank, ``capacity`` rows for each."""
+    tokens, rows = index.shape[0], ranks * capacity
+    goes = torch.zeros(ranks, tokens, dtype=torch.bool, device=index.device)
+    goes = goes.scatter(0, (index // experts).T, True)
+    ends = goes.cumsum(1)
+    starts = torch.arange(0, rows, capacity, device=index.device).unsqueeze(1)
+    row = torch.where(goes & (ends <= capacity), starts + ends - 1, rows)
+    return Routes(_chosen_by(row, rows, torch.arange(tokens, device=index.device)), row.T, ends[:, -1].max())
+
+
+class Pairs(NamedTuple):
+    """The pairs of an arrived row and an expert here.
+
+    Attributes:
+        choice: of each pair, its number among all of arrived rows, [p]; R c k where it has none.
+        pair: of each choice, [R c, k]; p where it has none.
+        expert: of each pair, [p]; the number of experts here where it has none.
+        total: the number of pairs, of those that have no place as well.
+    """
+
+    choice: Tensor
+    pair: Tensor
+    expert: Tensor
+    total: Tensor
+
+
+def pairs_of(number: Tensor, experts: int, capacity: int) -> Pairs:
+    """The pairs of arrived rows with these experts [R c, k]; others' experts have the number ``experts``."""
+    flat = number.flatten()
+    here = flat < experts
+    ends = here.cumsum(0)
+    pair = torch.where(here & (ends <= capacity), ends - 1, capacity)
+    choice = _chosen_by(pair, capacity, torch.arange(flat.shape[0], device=flat.device))
+    expert = torch.cat([flat, torch.full_like(flat[:1], experts)])[choice].to(torch.int64)
+    return Pairs(choice, pair.view_as(number), expert, ends[-1])
+
+
+def _chosen_by(place: Tensor, size: int, numbers: Tensor) -> Tensor:
+    """Of each of ``size`` places, the number of the entry (in the last dim of ``place``) there, or their count."""
+    nobody = torch.full((size + 1,), numbers.shape[0], dtype=torch.int64, device=place.device)
+    return nobody.scatter(0, place.flatten(), numbers.expand(place.shape).flatten())[:size]
 
 
 def all_to_all(rows: Tensor, ranks: TPGroup) -> Tensor:
@@ -170,24 +200,37 @@ class Dispatch:
     experts: int
     shares: TPGroup | None
     room: Room
-    _way: tuple[Tensor, Tensor] | None = field(default=None, init=False, compare=False)
+    _way: tuple[Tensor, Tensor, Tensor, Tensor] | None = field(default=None, init=False, compare=False)
     _tokens: int = field(default=0, init=False, compare=False)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         require_arguments(module, args, "expert_parallel")
         self._tokens = args[0].shape[0]
         x, index, weight = args if self.shares is None else (share(x, self.shares) for x in args)
-        (tokens, chosen), ranks = index.shape, self.ranks
-        pairs, most = tokens * chosen, tokens * min(chosen, self.experts)
-        capacity = self.room.rows(pairs, ranks.size, most)
-        way = routes(index.flatten(), ranks.size, self.experts, capacity)
-        self.room.see(way.most.to(torch.float32) / capacity)
-        pair = way.pair.clamp(max=pairs - 1)  # a row without a pair may have any contents
-        self._way = source, row = pair // chosen, way.row.view(tokens, chosen)
-        expert = all_to_all(way.expert, ranks)
-        rows = rows_of(x, source, row, self._exchange)
-        factors = rows_of(weight.reshape(-1, 1), pair, way.row.unsqueeze(1), self._exchange)
-        return rows, expert.unsqueeze(1), factors
+        (tokens, chosen), ranks = index.shape, self.ranks.size
+        capacity, room = self.room.sizes(tokens, chosen, ranks, self.experts)
+        token, row, most = routes(index, ranks, self.experts, capacity)
+        number = self._exchange(self._numbers(index, token, capacity))
+        choice, pair, expert, total = pairs_of(number, self.experts, room)
+        self.room.see(total.to(torch.float32) / room)
+        if capacity < tokens:
+            self.room.see(most.to(torch.float32) / capacity)
+        # A row without a token, and one without a pair, may have any contents.
+        token, choice = token.clamp(max=tokens - 1), choice.clamp(max=number.numel() - 1)
+        arrived = rows_of(x, token, row, self._exchange)
+        factors = rows_of(weight, token, row, self._exchange).view(-1, 1)
+        source = choice // chosen
+        self._way = source, pair, token, row
+        factors = rows_of(factors, choice, pair.view(-1, 1))
+        return rows_of(arrived, source, pair), expert.unsqueeze(1), factors
+
+    def _numbers(self, index: Tensor, token: Tensor, capacity: int) -> Tensor:
+        """The experts of each row sent [R c, k], as numbered on the rank it goes to."""
+        first = torch.arange(0, self.ranks.size * self.experts, self.experts, device=index.device)
+        nobody = torch.full_like(index[:1], self.ranks.size * self.experts)
+        number = torch.cat([index, nobody])[token] - first.repeat_interleave(capacity).unsqueeze(1)
+        elsewhere = (number < 0) | (number >= self.experts)
+        return number.masked_fill(elsewhere, self.experts).to(torch.int32)
 
     def _exchange(self, rows: Tensor) -> Tensor:
         return all_to_all(rows, self.ranks)
@@ -195,7 +238,8 @@ class Dispatch:
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
         way, self._way = self._way, None
         assert way is not None
-        out = sums_of(result, *way, self._exchange)
+        source, pair, token, row = way
+        out = sums_of(sums_of(result, source, pair), token, row, self._exchange)
         return out if self.shares is None else whole(out, self.shares, self._tokens)
 
 
