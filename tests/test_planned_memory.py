@@ -92,6 +92,9 @@ def test_stashed_weights_take_the_memory_they_were_planned(sync: bool, pool: Poo
 
 EXPERTS = {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 2048, "experts": 8}
 MORE = {"family": "qwen3", "experts": 16, "experts_per_token": 4, "expert_ffn": 256, "shared_ffn": 256}
+# All experts of a token: the router is balanced, so each rank uses the room that was planned, and no more.
+ALL = {"experts": 4, "experts_per_token": 4, "balance_loss": 0.0}
+DIVIDED = {"expert_parallel": 2, "expert_capacity": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,7 @@ MORE = {"family": "qwen3", "experts": 16, "experts_per_token": 4, "expert_ffn": 
     [
         (EXPERTS, {"zero_stage": 3}),
         (EXPERTS | MORE | {"dense_layers": 1, "balance_loss": 0.01}, {"zero_stage": 2}),
+        (EXPERTS | ALL, {"zero_stage": 1} | DIVIDED),
         pytest.param(EXPERTS, {"zero_stage": 1, "activation_checkpointing": "full"}, marks=pytest.mark.long),
     ],
 )

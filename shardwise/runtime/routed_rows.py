@@ -75,8 +75,7 @@ def _added(rows: Tensor, row: Tensor) -> Tensor:
     # The bags of tokens end before the list does. Short ones take the rest of it, and nothing reads them.
     rest = before[-1] + torch.arange(0, size, _BAG, device=row.device)
     starts = torch.cat([before[: -1 : row.shape[1]], rest.clamp(max=size)])
-    bags: Tensor = torch.ops.aten._embedding_bag_forward_only(rows, listed, starts)[0]
-    return bags[: row.shape[0]]
+    return F.embedding_bag(listed, rows, starts, mode="sum")[: row.shape[0]]
 
 
 def _here(rows: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Expert parallelism: ranks divide the experts of every mixture layer among them (GShard, Lepikhin et al. 2020).
 
 The ranks are data-parallel ranks, and those that share the work of a layer (of a sequence, or of tensor parallelism).
-They have different tokens, or take different ones of the same. Each sends its tokens to the ranks of their experts and
-gets the results back, by all-to-alls (runtime/parallel/dispatch.py). All other weights are equal on these ranks, so
-ZeRO divides their states over this axis, too. Experts have a mesh of their own, without it.
+They have different tokens, or take different ones of the same. Each sends a token once to each rank that has experts
+of it, and gets the results back, by all-to-alls (runtime/parallel/dispatch.py). All other weights are equal on these
+ranks, so ZeRO divides their states over this axis, too. Experts have a mesh of their own, without it.
 
 Shapes are static, so a plan, compiled blocks and CUDA graphs stay exact, and the host waits for nothing. A rank has
-room for ``expert_capacity`` times the balanced number of rows from each other rank. Rows beyond that are not dropped:
-the step that needed more room updates nothing, and is run again with as much (``Capacity``). So memory and time of a
-plan are those of the busiest rank at this imbalance.
+room for ``expert_capacity`` times the rows that a balanced router would send from each other rank, and for as many
+times the pairs of a token and an expert. What exceeds either is not dropped: the step that needed more room updates
+nothing, and is run again with as much (``Capacity``). So memory and time of a plan are those of the busiest rank at
+this imbalance.
 
 Refused: sizes that the host reads before every exchange. It waits for the device in every layer, and the peak of a step
 is known after it.
@@ -47,8 +48,8 @@ EXPERT_PARALLEL: Setting[int] = Setting(
 EXPERT_CAPACITY: Setting[float] = Setting(
     "expert_capacity",
     default=1.25,  # assumed; each run measures its own (load_imbalance in metrics.jsonl)
-    doc="with expert_parallel: rows that a rank has room for from each other one, relative to a balanced router; a step"
-    " that needs more is run again with more room",
+    doc="with expert_parallel: a rank's room for tokens and for their choices of its experts, relative to a balanced"
+    " router; a step that needs more is run again with more room",
     kind=float,
     minimum=1.0,
     maximum=_MOST,

@@ -150,7 +150,7 @@ def routes(index: Tensor, ranks: int, experts: int, capacity: int) -> Routes:
     return Routes(_chosen_by(row, rows, torch.arange(tokens, device=index.device)), row.T, ends[:, -1].max())
 
 
-class Pairs(NamedTuple):
+class ArrivedPairs(NamedTuple):
     """The pairs of an arrived row and an expert here.
 
     Attributes:
@@ -166,7 +166,7 @@ class Pairs(NamedTuple):
     total: Tensor
 
 
-def pairs_of(number: Tensor, experts: int, capacity: int) -> Pairs:
+def pairs_of(number: Tensor, experts: int, capacity: int) -> ArrivedPairs:
     """The pairs of arrived rows with these experts [R c, k]; others' experts have the number ``experts``."""
     flat = number.flatten()
     here = flat < experts
@@ -174,13 +174,13 @@ def pairs_of(number: Tensor, experts: int, capacity: int) -> Pairs:
     pair = torch.where(here & (ends <= capacity), ends - 1, capacity)
     choice = _chosen_by(pair, capacity, torch.arange(flat.shape[0], device=flat.device))
     expert = torch.cat([flat, torch.full_like(flat[:1], experts)])[choice].to(torch.int64)
-    return Pairs(choice, pair.view_as(number), expert, ends[-1])
+    return ArrivedPairs(choice, pair.view_as(number), expert, ends[-1])
 
 
 def _chosen_by(place: Tensor, size: int, numbers: Tensor) -> Tensor:
     """Of each of ``size`` places, the number of the entry (in the last dim of ``place``) there, or their count."""
-    nobody = torch.full((size + 1,), numbers.shape[0], dtype=torch.int64, device=place.device)
-    return nobody.scatter(0, place.flatten(), numbers.expand(place.shape).flatten())[:size]
+    empty = torch.full((size + 1,), numbers.shape[0], dtype=torch.int64, device=place.device)
+    return empty.scatter(0, place.flatten(), numbers.expand(place.shape).flatten())[:size]
 
 
 def all_to_all(rows: Tensor, ranks: TPGroup) -> Tensor:
@@ -227,8 +227,8 @@ class Dispatch:
     def _numbers(self, index: Tensor, token: Tensor, capacity: int) -> Tensor:
         """The experts of each row sent [R c, k], as numbered on the rank it goes to."""
         first = torch.arange(0, self.ranks.size * self.experts, self.experts, device=index.device)
-        nobody = torch.full_like(index[:1], self.ranks.size * self.experts)
-        number = torch.cat([index, nobody])[token] - first.repeat_interleave(capacity).unsqueeze(1)
+        absent = torch.full_like(index[:1], self.ranks.size * self.experts)
+        number = torch.cat([index, absent])[token] - first.repeat_interleave(capacity).unsqueeze(1)
         elsewhere = (number < 0) | (number >= self.experts)
         return number.masked_fill(elsewhere, self.experts).to(torch.int32)
 
