@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from shardwise.runtime.parallel.dispatch import Room, pairs_of, routes
+from shardwise.runtime.parallel import dispatch
+from shardwise.runtime.parallel.dispatch import Dispatch, Room, pairs_of, routes
+from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.runtime.routed_rows import rows_of, sums_of
 
 
@@ -107,3 +112,27 @@ def test_room_is_at_most_what_a_rank_can_get() -> None:
     assert "1.50 times" in room.enlarge(1.2) and room.factor == pytest.approx(1.65)
     room.factor = 100.0
     assert room.sizes(8, 2, 4, 2) == (8, 64) and room.imbalance(1.0) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "factor", "used"),
+    [
+        ([0, 0, 0, 0, 0, 0, 0, 0], 1.25, 8 / 5),  # eight rows, and room for five
+        ([0, 0, 0, 0, 1, 1, 1, 1], 1.0, 1.0),
+        (
+            [0, 0, 0, 0, 0, 0, 0, 0],
+            2.0,
+            0.5,
+        ),  # all tokens have room, so their share says nothing; 8 of 16 pairs
+    ],
+)
+def test_the_larger_share_of_both_rooms_counts(
+    chosen: list[int], factor: float, used: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks with one expert each, for rank 0, which gets its own rows back in place of the other one's."""
+    monkeypatch.setattr(dispatch, "all_to_all", lambda rows, ranks: rows)
+    group: Any = None
+    room = Room(factor)
+    tokens = Dispatch(TPGroup(group, 0, 2), 1, None, room)
+    tokens.before(nn.Module(), (torch.ones(8, 3), torch.tensor(chosen).unsqueeze(1), torch.ones(8, 1)))
+    assert room.used is not None and float(room.used) == pytest.approx(used)
