@@ -131,9 +131,9 @@ class ZeRO(Dividing):
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         """Both axes of the data, which take all devices that are left. Stage 0 is a shard degree of 1.
 
-        More replicas than devices, which a rule refuses, are a shard degree of 1 as well.
+        More replicas than devices, or none left, which rules refuse, are a shard degree of 1 as well.
         """
-        copies = left if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
+        copies = max(1, left) if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
         return {COPIES.name: copies, SHARDS.name: max(1, left // copies)}
 
     def without_stages(self, strategy: Strategy, ranks: int) -> dict[str, object]:

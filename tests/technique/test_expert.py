@@ -20,6 +20,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
+from shardwise.planner.space import Space
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
@@ -295,6 +296,17 @@ def test_the_degree_counts_all_ranks_that_divide_experts() -> None:
         "shard": 2,
     }
     assert one_line(strategy, layout, 8) == "ep4 · tp2 · fp32 · zero1×4 · mb1×ga2"
+
+
+def test_a_pinned_degree_takes_all_devices_and_rules_refuse_what_is_left(tmp_path: Path) -> None:
+    """The search asks for the mesh of a degree and of stages before it asks the rules."""
+    sections = {"cluster": {"device": "cpu", "devices_per_node": 4}, "strategy": {"expert_parallel": 4}}
+    recipe = recipe_for(tmp_path / "m", **sections)
+    space = Space(recipe, cluster_of(recipe.cluster))
+    fitting = [
+        origin for origins in space.meshes().values() for origin in origins for _ in space.completions(origin)
+    ]
+    assert fitting and all(origin.values["pipeline_parallel"] == 1 for origin in fitting)
 
 
 @pytest.mark.parametrize(
