@@ -1,4 +1,4 @@
-"""Balance of experts by the routers' biases in the reference: plain counts of what each router returned.
+"""The reference balances experts by the biases of their routers, from plain counts of chosen experts.
 
 b_e <- b_e + rate sign(mean of n - n_e), n_e: tokens of expert e in the step (Wang et al. 2024, arXiv:2408.15664)
 """

@@ -1,4 +1,4 @@
-"""Counts of the tokens of experts, against plain counts of what routers choose."""
+"""Counts of the tokens of experts, against plain counts of the routers' choices."""
 
 from __future__ import annotations
 
