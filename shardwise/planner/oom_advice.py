@@ -43,7 +43,9 @@ def nearest_in_words(
     budget = min(failed.peak.bytes - 1, held_bytes + failed.peak.bytes - failed.allocated_bytes)
     least, seen = predictor.estimate(strategy), {strategy}
     free = [setting for setting in SETTINGS if setting.candidates]
-    for settings in (free, free, [setting for setting in SETTINGS if setting.compared]):
+    # What --limits searches in steps is a load that the data demand: less room for it saves nothing.
+    compared = [setting for setting in SETTINGS if setting.compared and not setting.step]
+    for settings in (free, free, compared):
         trials = [trial for trial in _neighbour_strategies(least.strategy, settings) if trial not in seen]
         seen.update(trials)
         found = list(_quick_predictions(predictor, trials))

@@ -33,3 +33,15 @@ def test_one_setting_is_changed_or_the_least_is_named(share: float, expected: st
     whole = predict(recipe, blueprint, strategy, cluster)
     words = nearest_in_words(recipe, blueprint, cluster, strategy, int(share * whole.allocated_bytes))
     assert expected in words, words
+
+
+def test_no_advice_lowers_the_load_that_the_data_demand() -> None:
+    """With less room for experts' tokens the same step is void, and runs again with as much."""
+    mixture = {"experts": 4, "expert_ffn": 256, "balance_loss": 0.0}
+    values = VALUES | {"model": {**VALUES["model"], **mixture}}
+    recipe = recipe_of(values, SETTINGS)
+    blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
+    small = {"precision": "bf16", "master_weights": False, "activation_checkpointing": "full"}
+    strategy = strategy_from({"zero_stage": 3, "micro_batch_size": 1, "expert_parallel": 2, **small})
+    words = nearest_in_words(recipe, blueprint, cluster, strategy, 1)
+    assert "no plan fits in" in words and "ep2" in words and "capacity" not in words, words
