@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, Repetition, SampleShapes, repetition_of
-from shardwise.model.expert_lora import AdaptedExperts, expert_stacks
+from shardwise.model.expert_lora import AdaptedExperts, expert_adapter, expert_stacks
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
 from shardwise.model.files.peft_experts import is_rewritten, with_patterns
@@ -237,6 +237,10 @@ class AdaptedModel(Blueprint):
     def departures(self, bits: int) -> tuple[str, ...]:
         beyond, packed, stays, has_experts = self._reach
         notes = list(self.base.departures(bits))
+        if self.spec.name == "dora" and any(expert_adapter(name) for name in self.adapter_shapes):
+            notes.append(
+                "PEFT cannot load this adapter: it has no DoRA of experts; serve and merge read it here"
+            )
         if beyond:
             named = reach_in_words(beyond, "the weights")
             notes.append(

@@ -1,11 +1,12 @@
-"""LoRA and quantization of a mixture's experts, which one module holds as stacks of matrices.
+"""LoRA, DoRA and quantization of a mixture's experts, which one module holds as stacks of matrices.
 
-    h = W_e x + scale · B_e A_e x for every row x of an expert e      W [E, o, i] frozen, A [E, r, i], B [E, o, r]
+    lora   h = W_e x + scale · B_e A_e x for every row x of an expert e     W [E, o, i] frozen, A [E, r, i], B [E, o, r]
+    dora   h = m_e / |W_e + scale · B_e A_e| · (W_e x + scale · B_e A_e x)  m [E, o]; the norms [E, o] are constants
 
 Both low-rank products are grouped products of the rows that go to an expert (runtime/row_groups.py), so nothing of the
 size of W is allocated; PEFT adds E · o · i values to W in every forward pass. W may be stored as [E, i, o]
 (``is_transposed``), and be packed, each expert's matrix on its own; it is unpacked for its product and again for the
-gradient, one block's at a time.
+gradient, one block's at a time. DoRA's norms take the sums of some experts at a time (``_SUMMED``).
 
 The module is that of transformers' ``use_experts_implementation``, or another with its contract: ``num_experts``,
 ``gate_up_proj`` or ``up_proj``, ``down_proj``, an activation, and ``_is_expert_parallel``, which says that index
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.grouped_products import plan_grouped_products
 from shardwise.runtime.parallel.experts import divisible_experts
+from shardwise.runtime.parallel.shard_slices import local_part
 from shardwise.runtime.quantized import Packing, StackPacking
 from shardwise.runtime.row_groups import (
     RowGroups,
@@ -38,14 +40,21 @@ from shardwise.runtime.row_groups import (
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of an experts module's stacks, in the order in which modules define them."""
 _LAYOUTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
-EXPERT_A, EXPERT_B, EXPERT_PACKED = "_lora_A", "_lora_B", "_packed"
+EXPERT_A, EXPERT_B, EXPERT_MAGNITUDE, EXPERT_PACKED = (
+    "_lora_A",
+    "_lora_B",
+    "_lora_magnitude_vector",
+    "_packed",
+)
 """Ends of the names of the parameters that a stack gets."""
+_SUMMED = 2**25
+"""Values of W + scale · B A that DoRA's norms have in memory at once, or one expert's."""
 
-_ADAPTER = re.compile(rf"(.+\.)?({'|'.join(EXPERT_WEIGHTS)})({EXPERT_A}|{EXPERT_B})")
+_ADAPTER = re.compile(rf"(.+\.)?({'|'.join(EXPERT_WEIGHTS)})({EXPERT_A}|{EXPERT_B}|{EXPERT_MAGNITUDE})")
 
 
 def expert_adapter(name: str) -> tuple[str, str] | None:
-    """The path of the adapted stack and the side, by the name of an adapter's parameter; None for others."""
+    """The path of the adapted stack and the end of the name, of an adapter's parameter; None for others."""
     match = _ADAPTER.fullmatch(name)
     return None if match is None else ((match[1] or "") + match[2], match[3])
 
@@ -80,19 +89,51 @@ class AdaptedExperts(nn.Module):
         return groups.combine(out, top_k_weights).to(hidden_states.dtype)
 
     def _product(self, name: str, rows: Tensor, groups: RowGroups) -> Tensor:
-        # While a block is compiled, or divided, these are tensors and no parameters.
-        if (how := self.packings.get(name)) is not None:
-            out = packed_grouped_linear(rows, getattr(self, name + EXPERT_PACKED), how, groups)
-        else:
-            stack = getattr(self, name)
-            out = grouped_linear(rows, stack.transpose(1, 2) if self.transposed else stack, groups)
-        if getattr(self, "has_bias", False):
-            out = out.add_(getattr(self, f"{name}_bias")[groups.experts])
+        # While a block is compiled, or divided, its parameters are plain attributes.
+        out = self._frozen_product(name, rows, groups)
         if (scale := self.scales.get(name)) is not None:
             a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
             dropped = F.dropout(rows, self.dropout, self.training)
-            out = out.add_(grouped_low_rank(dropped, a, b, scale, groups))
+            change = grouped_low_rank(dropped, a, b, scale, groups)
+            out = out.add_(change)
+            if (magnitude := getattr(self, name + EXPERT_MAGNITUDE, None)) is not None:
+                drops = self.dropout and self.training
+                whole = self._frozen_product(name, dropped, groups) + change if drops else out
+                share = magnitude / self._norms(name, rows.dtype)
+                # A NaN in a row of another rank's expert would reach the gradient of the magnitudes.
+                out = out + (share - 1)[groups.experts] * groups.present(whole)
+        if getattr(self, "has_bias", False):
+            out = out.add_(getattr(self, f"{name}_bias")[groups.experts])
         return groups.present(out)
+
+    def _frozen_product(self, name: str, rows: Tensor, groups: RowGroups) -> Tensor:
+        if (how := self.packings.get(name)) is not None:
+            return packed_grouped_linear(rows, getattr(self, name + EXPERT_PACKED), how, groups)
+        stack = getattr(self, name)
+        return grouped_linear(rows, stack.transpose(1, 2) if self.transposed else stack, groups)
+
+    @torch.no_grad()
+    def _norms(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Norms of the rows of every expert's adapted matrix, [E, o]."""
+        a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
+        sides = (side.split(self.summed(name)) for side in (b, a))
+        norms = []
+        for weight, tall, thin in zip(self.matrices(name, dtype), *sides, strict=True):
+            norms.append(row_norms(torch.baddbmm(weight, tall, thin, alpha=self.scales[name])))
+        return torch.cat(norms)
+
+    def summed(self, name: str) -> int:
+        """Experts whose adapted matrices of a stack are in memory at once."""
+        a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
+        return max(1, _SUMMED // (b.shape[1] * a.shape[2]))
+
+    def matrices(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The matrices [e, o, i] of this rank's experts in a stack, ``summed`` experts at a time."""
+        how = self.packings.get(name)
+        stored = local_part(getattr(self, name if how is None else name + EXPERT_PACKED))
+        for some in stored.split(self.summed(name)):
+            plain = some.transpose(1, 2) if how is None and self.transposed else some
+            yield plain.to(dtype) if how is None else how.unpack(some, dtype)
 
     @property
     def transposed(self) -> bool:
@@ -104,12 +145,13 @@ class AdaptedExperts(nn.Module):
         """Names of the two stacks."""
         return next(names for names in _LAYOUTS if names[0] in self._parameters)
 
-    def add_adapter(self, name: str, rank: int, scale: float, dtype: torch.dtype) -> None:
+    def add_adapter(self, name: str, rank: int, scale: float, dtype: torch.dtype, dora: bool) -> None:
         """Give a stack an adapter with undefined values."""
         experts, rows, columns = stack_shape(self, name)
         device = next(self.parameters()).device
         self.scales[name] = scale
-        for end, shape in ((EXPERT_A, (experts, rank, columns)), (EXPERT_B, (experts, rows, rank))):
+        shapes = {EXPERT_A: (experts, rank, columns), EXPERT_B: (experts, rows, rank)}
+        for end, shape in (shapes | ({EXPERT_MAGNITUDE: (experts, rows)} if dora else {})).items():
             self.register_parameter(name + end, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
 
     def pack(self, name: str, quantize: str) -> None:
@@ -120,6 +162,13 @@ class AdaptedExperts(nn.Module):
         self.register_parameter(name + EXPERT_PACKED, nn.Parameter(codes, requires_grad=False))
         self.packings[name] = StackPacking(packing)
         self._parameters[name] = None
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Row norms of matrices [.., o, i], computed in at least fp32, returned in their dtype."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    # One memory layout, so that equal weights have bit-equal norms.
+    return torch.linalg.vector_norm(weight.contiguous(), dim=-1, dtype=wide).to(weight.dtype)
 
 
 def stack_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
@@ -152,7 +201,8 @@ def adapt_experts(
         if quantize != "none":
             experts.pack(name, quantize)
         if stack in targets:
-            experts.add_adapter(name, spec.strength(stack)[0], spec.scale(stack), dtype)
+            rank, dora = spec.strength(stack)[0], spec.name == "dora"
+            experts.add_adapter(name, rank, spec.scale(stack), dtype, dora)
 
 
 def as_adapted(module: nn.Module) -> AdaptedExperts:

@@ -17,9 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.expert_lora import EXPERT_PACKED, AdaptedExperts, expert_adapter
+from shardwise.model.expert_lora import (
+    EXPERT_MAGNITUDE,
+    EXPERT_PACKED,
+    AdaptedExperts,
+    expert_adapter,
+    row_norms,
+)
 from shardwise.model.loftq import loftq
-from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear, row_norms
+from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear
 from shardwise.runtime.parallel.shard_slices import canonical_name, gather, local_part, local_slices
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.runtime.quantized import Packing, StackPacking
@@ -186,6 +192,12 @@ def fill_magnitudes(model: nn.Module, with_adapters: bool = False) -> None:
                 a, b = gather(layer.lora_A.weight), gather(layer.lora_B.weight)[local_slices(magnitude)[0]]
                 rows = torch.addmm(rows, b.to(rows), a.to(rows), alpha=layer.scale)
             local_part(magnitude).copy_(row_norms(rows))
+        elif isinstance(layer, AdaptedExperts):
+            for name in layer.scales:
+                if (of_experts := layer._parameters.get(name + EXPERT_MAGNITUDE)) is not None:
+                    into = local_part(of_experts).split(layer.summed(name))
+                    for some, weights in zip(into, layer.matrices(name, of_experts.dtype), strict=True):
+                        some.copy_(row_norms(weights))
 
 
 def _magnitude_rows(layer: LoraLinear, magnitude: Tensor) -> Tensor:

@@ -26,11 +26,13 @@ from torch import Tensor, nn
 
 from shardwise.model.expert_lora import (
     EXPERT_A,
+    EXPERT_B,
     EXPERT_PACKED,
     AdaptedExperts,
     adapt_experts,
     expert_adapter,
     expert_stacks,
+    row_norms,
 )
 from shardwise.recipe.sections import AdapterSpec, Quantize
 from shardwise.runtime.layer_replacement import take_over
@@ -47,13 +49,13 @@ PACKED_BASE = "packed"
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter, by canonical name, belongs to an adapter."""
-    return side_of(name) is not None or name.endswith(MAGNITUDE)
+    return side_of(name) is not None or name.endswith(MAGNITUDE)  # also of experts
 
 
 def side_of(name: str) -> str | None:
     """A or B for a parameter, by canonical name, of one side of an adapter; else None."""
     if (stack := expert_adapter(name)) is not None:
-        return A if stack[1] == EXPERT_A else B
+        return {EXPERT_A: A, EXPERT_B: B}.get(stack[1])
     return next((side for side in (A, B) if f".{side}." in name), None)
 
 
@@ -148,13 +150,6 @@ class LoraLinear(FrozenLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.lora_A.out_features}, scale={self.scale:g}"
-
-
-def row_norms(weight: Tensor) -> Tensor:
-    """Row norms of a weight [o, i], computed in at least fp32, returned in its dtype."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    # One memory layout, so that equal weights have bit-equal norms.
-    return torch.linalg.vector_norm(weight.contiguous(), dim=1, dtype=wide).to(weight.dtype)
 
 
 def weights_in(model: nn.Module) -> int:

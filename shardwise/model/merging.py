@@ -1,7 +1,6 @@
 """Merging an adapter into its base weights, and unmerging it, one tensor at a time.
 
     lora   W' = W + scale · B A                  W = W' - scale · B A      with lora_bias also b' = b + scale · c
-           of every expert alike
     dora   W' = m / n · (W + scale · B A)        W = n / m · W' - scale · B A        n: the norms of the rows of the sum
 
 Computed in fp32, or fp64 for fp64 weights; the writer rounds the result. A merged layer is a plain linear layer, so
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError
-from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_PACKED, AdaptedExperts
+from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_MAGNITUDE, EXPERT_PACKED, AdaptedExperts
 from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear
 
 ReadTensor = Callable[[str], Tensor]
@@ -36,7 +35,7 @@ class Merged:
         with_adapters: whether to merge them; else the frozen base is read.
 
     Attributes:
-        norms: DoRA's row norms by path of the layer, filled while layers are read.
+        norms: DoRA's row norms by path of the layer or stack of experts, filled while they are read.
 
     Raises CheckpointError for an adapter that the plain model cannot express.
     """
@@ -104,7 +103,13 @@ class Merged:
             stack = at_least_fp32(self._read(name))
         else:
             return self._read(name)
-        return plus_product(stack, mixture, name, self._read) if self._with_adapters else stack
+        if not self._with_adapters:
+            return stack
+        stack = plus_product(stack, mixture, name, self._read)
+        if has_magnitudes(mixture, last):
+            norms = self.norms[name] = torch.linalg.vector_norm(stack, dim=1 if mixture.transposed else 2)
+            stack = turned(stack, self._read(name + EXPERT_MAGNITUDE).to(norms) / norms, mixture)
+        return stack
 
 
 class Unmerged:
@@ -121,23 +126,31 @@ class Unmerged:
         layer = self._layers.get(path) if last in ("weight", "bias") else None
         stored = self._read(name)
         if (mixture := self._mixtures.get(path)) is not None and last in mixture.scales:
-            return plus_product(at_least_fp32(stored), mixture, name, self._read, -1.0)
+            stack = at_least_fp32(stored)
+            if has_magnitudes(mixture, last):
+                magnitudes = self._magnitudes(name + EXPERT_MAGNITUDE).to(stack)
+                stack = turned(stack, self._norms[name].to(stack) / magnitudes, mixture)
+            return plus_product(stack, mixture, name, self._read, -1.0)
         if layer is None:
             return stored
         if last == "bias":
             return stored - added_bias(layer, path, self._read)
         weight = at_least_fp32(stored.t() if layer.transposed else stored)
         if layer.lora_magnitude_vector is not None:
-            magnitude = self._read(f"{path}.{MAGNITUDE}").to(weight)
-            if not magnitude.all():
-                raise CheckpointError(
-                    "the base cannot be restored",
-                    where=f"{path}.{MAGNITUDE}",
-                    why="a row's magnitude is zero, so the merged row is zero",
-                )
+            magnitude = self._magnitudes(f"{path}.{MAGNITUDE}").to(weight)
             weight = weight * (self._norms[path].to(weight) / magnitude).unsqueeze(1)
         weight = weight - adapter_product(layer, path, self._read).to(weight.dtype)
         return weight.t() if layer.transposed else weight
+
+    def _magnitudes(self, name: str) -> Tensor:
+        magnitudes = self._read(name)
+        if not magnitudes.all():
+            raise CheckpointError(
+                "the base cannot be restored",
+                where=name,
+                why="a row's magnitude is zero, so the merged row is zero",
+            )
+        return magnitudes
 
 
 def adapter_product(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:
@@ -156,6 +169,16 @@ def plus_product(
     a, b = at_least_fp32(read(name + EXPERT_A)).to(stack), at_least_fp32(read(name + EXPERT_B)).to(stack)
     left, right = (a.transpose(1, 2), b.transpose(1, 2)) if mixture.transposed else (b, a)
     return torch.baddbmm(stack, left, right, alpha=factor * mixture.scales[last])
+
+
+def has_magnitudes(mixture: AdaptedExperts, stack: str) -> bool:
+    """Whether a stack of this name has DoRA's magnitudes."""
+    return stack + EXPERT_MAGNITUDE in mixture._parameters
+
+
+def turned(stack: Tensor, factors: Tensor, mixture: AdaptedExperts) -> Tensor:
+    """A stack, as the base has it, with the rows of all experts multiplied by factors [E, o]."""
+    return stack * factors.unsqueeze(1 if mixture.transposed else 2)
 
 
 def added_bias(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:

@@ -40,7 +40,6 @@ def _require_plain_experts(model: nn.Module, adapted: Sequence[str], spec: Adapt
     if stacks.isdisjoint(adapted):
         return
     for key, value, why in (
-        ("name", "dora", "PEFT's format has no magnitudes of experts"),
         ("lora_bias", True, "PEFT's format has no biases of B of experts"),
         ("init", "loftq", "it would decompose the matrices of all experts one by one"),
     ):

@@ -17,6 +17,7 @@ from shardwise.engine.build import build
 from shardwise.engine.run_state import parameters_of
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
+from shardwise.model import expert_lora
 from shardwise.model.files.peft_experts import layout_there, names_there
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
@@ -135,6 +136,21 @@ def test_packed_experts_train_as_in_one_process(parity: Parity, tmp_path: Path) 
     parity.all_pass(*(Trial(recipe, 2, {"precision": "fp64", **each}) for each in settings))
 
 
+def test_dora_trains_as_in_one_process(parity: Parity, tmp_path: Path) -> None:
+    """Magnitudes are divided with the experts, which expert parallelism and ZeRO divide."""
+    save_tiny("qwen3_moe", tmp_path, vocab_size=264)
+    dora = {"name": "dora", "rank": 3, "alpha": 6.0}
+    plain, packed = (recipe_for(tmp_path, dora | {"quantize": kind}) for kind in ("none", "nf4"))
+    settings = [
+        *({"zero_stage": stage} for stage in (0, 2, 3)),
+        {"expert_parallel": 2},
+        {"pipeline_parallel": 2, "micro_batch_size": 2},
+        {"zero_stage": 3, "activation_checkpointing": "full"},
+    ]
+    trials = [Trial(plain, 2, {"precision": "fp64", **each}) for each in settings]
+    parity.all_pass(*trials, Trial(packed, 2, {"precision": "fp64", "zero_stage": 3}))
+
+
 # ---- memory -----------------------------------------------------------------------------------------------
 
 WIDTH, INNER, EXPERTS, RANK = 256, 512, 32, 8
@@ -171,6 +187,17 @@ def test_nothing_of_the_size_of_the_experts_is_allocated(wide: Path) -> None:
     rows = 4 * 2 * 2 * 16 * (2 * INNER + INNER + WIDTH)
     assert states < grown <= states + copies + rows
     assert rows + copies < stack / 2
+
+
+def test_the_norms_of_dora_take_the_sums_of_some_experts(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of fewer experts lower the peak by their size in bf16, at most twice."""
+    peaks = []
+    for experts in (EXPERTS, 2):
+        monkeypatch.setattr(expert_lora, "_SUMMED", experts * 2 * INNER * WIDTH)
+        found, _ = planned(wide, {"name": "dora", "rank": RANK, "targets": "experts"})
+        peaks.append(found.peaks["forward"].bytes)
+    one = 2 * 2 * INNER * WIDTH
+    assert 0.9 * (EXPERTS - 2) * one <= peaks[0] - peaks[1] <= 2 * (EXPERTS - 2) * one
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])

@@ -7,7 +7,8 @@ parameter of the module by a wrapper around the first. So their names are those 
     experts.gate_up_proj_lora_B [E, o, r]      experts.base_layer.lora_B.weight [o, r · E], the expert varying fastest
     experts.down_proj_lora_A                   experts.lora_A.weight
 
-The innermost wrapper is of the parameter that the module defines first.
+The innermost wrapper is of the parameter that the module defines first. DoRA's magnitudes [E, o] are named likewise,
+``experts.lora_magnitude_vector``; PEFT refuses them, because it has no DoRA of parameters.
 
 In ``target_modules`` of a mixture, PEFT takes names such as ``gate_proj`` for the experts' of transformers 4 and
 rewrites the config. So linear layers with these names, of shared experts and dense blocks, are in
@@ -22,13 +23,24 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_WEIGHTS, expert_adapter
+from shardwise.model.expert_lora import (
+    EXPERT_A,
+    EXPERT_B,
+    EXPERT_MAGNITUDE,
+    EXPERT_WEIGHTS,
+    expert_adapter,
+)
 from shardwise.recipe.sections import AdapterSpec, by_pattern
 
 _FORMER = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Last names that PEFT 0.21 rewrites."""
-_SIDES = {"lora_A": EXPERT_A, "lora_B": EXPERT_B}
-_WRAPPER = re.compile(r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.weight")
+_ENDS = {
+    "lora_A.weight": EXPERT_A,
+    "lora_B.weight": EXPERT_B,
+    EXPERT_MAGNITUDE.removeprefix("_"): EXPERT_MAGNITUDE,
+}
+"""Of the names of an adapter's tensors, there and here."""
+_WRAPPER = re.compile(rf"(.+?)((?:\.base_layer)*)\.({'|'.join(map(re.escape, _ENDS))})")
 
 
 def are_known(names: Collection[str]) -> bool:
@@ -70,14 +82,14 @@ def names_here(
         owner, depth = match[1], match[2].count(".")
         stacks = [f"{owner}.{last}" for last in EXPERT_WEIGHTS]
         targets = [stack for stack in stacks if targets_parameter(config, stack)]
-        rows = shapes.get(_wrapper(owner, depth, "lora_A"), ())[:1]
+        rows = shapes.get(_wrapper(owner, depth, "lora_A.weight"), ())[:1]
         if depth < len(targets) and (depth or rows != (rank(owner),)):
-            found[name] = targets[-1 - depth] + _SIDES[match[3]]
+            found[name] = targets[-1 - depth] + _ENDS[match[3]]
     return found
 
 
-def _wrapper(owner: str, depth: int, side: str) -> str:
-    return f"{owner}{'.base_layer' * depth}.{side}.weight"
+def _wrapper(owner: str, depth: int, end: str) -> str:
+    return f"{owner}{'.base_layer' * depth}.{end}"
 
 
 def names_there(names: Collection[str]) -> dict[str, str]:
@@ -89,12 +101,14 @@ def names_there(names: Collection[str]) -> dict[str, str]:
         owner, _, last = adapter[0].rpartition(".")
         outer = EXPERT_WEIGHTS[EXPERT_WEIGHTS.index(last) + 1 :]
         depth = sum(1 for other in outer if f"{owner}.{other}{EXPERT_A}" in names)
-        found[name] = _wrapper(owner, depth, adapter[1].removeprefix("_"))
+        found[name] = _wrapper(owner, depth, next(end for end, here in _ENDS.items() if here == adapter[1]))
     return found
 
 
 def shape_here(name: str, stored: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """The shape of an expert adapter's parameter from that in the file; the same if it does not fit the rank."""
+    if name.endswith(EXPERT_MAGNITUDE):
+        return stored
     sides = (0, 1) if name.endswith(EXPERT_A) else (1, 0)
     if len(stored) != 2 or stored[sides[0]] % rank:
         return stored
@@ -104,7 +118,7 @@ def shape_here(name: str, stored: tuple[int, ...], rank: int) -> tuple[int, ...]
 
 def layout_here(name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of the file as the parameter of this shape."""
-    if name.endswith(EXPERT_A):
+    if not name.endswith(EXPERT_B):
         return stored.view(shape)
     experts, width, rank = shape
     return stored.view(width, rank, experts).permute(2, 0, 1)
@@ -112,6 +126,8 @@ def layout_here(name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def layout_there(name: str, tensor: Tensor) -> Tensor:
     """A parameter as PEFT's tensor."""
+    if name.endswith(EXPERT_MAGNITUDE):
+        return tensor
     if name.endswith(EXPERT_A):
         return tensor.reshape(-1, tensor.shape[2])
     return tensor.permute(1, 2, 0).reshape(tensor.shape[1], -1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.run_folder import ADAPTER
 from shardwise.core.errors import CheckpointError
-from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, expert_adapter
+from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_MAGNITUDE, expert_adapter
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
 from shardwise.model.lora import MAGNITUDE, A, B, is_adapter
 from shardwise.recipe.sections import AdapterSpec
@@ -167,6 +167,8 @@ def stacks_of(
         rank, _ = spec.strength(path)
         if len(a) != 3 or len(b) != 3 or (a[0], a[1], b[2]) != (b[0], rank, rank):
             raise _incomplete(where, f"{path}: A is {list(a)}, B is {list(b)}, and the rank is {rank}")
+        if (turns := shapes.get(path + EXPERT_MAGNITUDE)) != (b[:2] if spec.name == "dora" else None):
+            raise _incomplete(where, f"{path}: its magnitudes are {list(turns or ())}, and it is {spec.name}")
         found[path] = a, b
     return found
 

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError, RecipeError
-from shardwise.model.lora import FrozenLinear, row_norms
+from shardwise.model.expert_lora import row_norms
+from shardwise.model.lora import FrozenLinear
 from shardwise.plugins.serve.adapters import ServedAdapter
 from shardwise.plugins.serve.served_experts import ServedExperts, require_experts
 

@@ -16,9 +16,11 @@ from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.model.expert_lora import (
     EXPERT_A,
     EXPERT_B,
+    EXPERT_MAGNITUDE,
     AdaptedExperts,
     adaptable_stacks,
     as_adapted,
+    expert_adapter,
     stack_shape,
 )
 from shardwise.plugins.serve.adapters import ServedAdapter
@@ -48,10 +50,10 @@ class ServedExperts:
     @property
     def nbytes(self) -> int:
         return sum(
-            module.get_parameter(name + end).nbytes
+            parameter.nbytes
             for module in self._adapted.values()
-            for name in module.scales
-            for end in (EXPERT_A, EXPERT_B)
+            for name, parameter in module.named_parameters(recurse=False)
+            if expert_adapter(name) is not None
         )
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -85,8 +87,8 @@ def _with_adapter(path: str, module: nn.Module, adapter: ServedAdapter, dtype: t
     adapted = as_adapted(deepcopy(module, weights))
     for stack in [stack for stack in adapter.stacks if stack.rpartition(".")[0] == path]:
         name = stack.rpartition(".")[2]
-        adapted.add_adapter(name, adapter.stacks[stack][0][1], adapter.scales[stack], dtype)
-        for end in (EXPERT_A, EXPERT_B):
+        adapted.add_adapter(name, adapter.stacks[stack][0][1], adapter.scales[stack], dtype, adapter.turns)
+        for end in (EXPERT_A, EXPERT_B, *([EXPERT_MAGNITUDE] if adapter.turns else [])):
             adapted.get_parameter(name + end).data.copy_(adapter.values(stack + end))
     return adapted.requires_grad_(False)
 

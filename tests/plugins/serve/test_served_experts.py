@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from shardwise.cli.main import run
 from shardwise.core.errors import CheckpointError
+from shardwise.model.files.peft import write_adapter
 from shardwise.plugins.serve.serving import load_model
+from shardwise.runtime.parallel.shard_slices import named_parameters
+from tests.harness.adapted_experts import adapted
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_tokenizer
 from tests.harness.families import save_tiny
@@ -92,6 +95,35 @@ def test_what_peft_saved_is_served_merged_and_unmerged(family: str, tmp_path: Pa
         assert original.keys() == back.keys()
         for key, tensor in original.items():
             torch.testing.assert_close(back[key], tensor, atol=1e-6, rtol=0)
+
+
+def dora_saved(base: Path, folder: Path) -> Tensor:
+    """Files of an adapter with random values; its logits as a model that is trained."""
+    blueprint, model = adapted(base, base.name, name="dora", rank=3, targets=("q_proj", "experts"))
+    tensors = {name: p.detach() for name, p in named_parameters(model) if p.requires_grad}
+    write_adapter(folder, tensors, blueprint.config(), None)
+    return logits(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_dora_of_experts_is_served_merged_and_unmerged(family: str, tmp_path: Path) -> None:
+    base, adapter = tmp_path / family, tmp_path / "adapter"
+    save_tiny(family, base)
+    write_tokenizer(base, "</s>")
+    expected, plain = dora_saved(base, adapter), logits(opened(base))
+    assert float((expected - plain).abs().max()) > 1e-2
+    model = load_model(base, {"a": adapter})
+    model.bank.select(("a", "base"))
+    mixed = logits(model.model)
+    close(mixed[:1], expected[:1])
+    close(mixed[1:], plain[1:])
+    merged, back = tmp_path / "merged", tmp_path / "back"
+    assert run(["merge", str(base), str(adapter), str(merged)]) == 0
+    close(logits(opened(merged)), expected)
+    assert run(["merge", "--undo", str(merged), str(adapter), str(back)]) == 0
+    restored = load_file(back / "model.safetensors")
+    for key, tensor in load_file(base / "model.safetensors").items():
+        torch.testing.assert_close(restored[key], tensor, atol=1e-5, rtol=0)
 
 
 def test_an_adapter_of_other_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
