@@ -12,6 +12,9 @@ Some experts get few rows, or none. Their Hessians are shrunk (statistics.py): o
 AWQ then lose at most 0.1 % against rounding to nearest, where they lost up to 77 %
 (`python benchmarks/expert_rows.py`). Without any row, an expert is rounded to nearest.
 
+A method with scales (AWQ) divides the rows of an expert's up projection and multiplies the columns of its down
+projection: what down reads is up's output times a function of the gate. Where it is not (gpt-oss), there are no scales.
+
 Packed are the experts that the files have one by one: transformers' readers of packed weights take no others. The
 modules are transformers' and the native one's (model/mixture.py), which are called alike.
 """
@@ -116,22 +119,55 @@ class BlockExperts:
         """The rows and stored tensors of all matrices by their paths; a stack is kept whole or not at all."""
         results: dict[str, Rounded] = {}
         for layer in self._layers:
-            module = self._module(layer)
-            own: dict[str, Rounded] = {}
-            for members in self._groups(layer, bool(calibration)):
-                inputs = _Inputs.of(module, members, layer)
-                with _recorded(module, inputs):
-                    for batch, real in zip(calibration, counted, strict=True):
-                        inputs.counted = None if real is None else real.flatten()
-                        run(batch)
-                ranks.sum_inputs(inputs.sums)
-                statistics = inputs.statistics() if calibration else {}
-                names = [name for name, part in layer.matrices.items() if part.index in members]
-                for name in ranks.part(names):
-                    own[name] = self._rounded(name, layer.matrices[name], statistics.get(name))
-                del statistics, inputs
-                results |= ranks.exchanged(names, {name: own[name] for name in ranks.part(names)})
+            scaled = self._quantizer.method.folds and _passes_scales(self._module(layer))
+            own = self._of_layer(layer, run, calibration, counted, ranks, scaled)
+            if scaled and any(tensors is None for _, tensors in own.values()):  # scales belong to both stacks
+                own = self._of_layer(layer, run, calibration, counted, ranks, scaled=False)
+            results |= own
         return self._whole_stacks(results)
+
+    def _of_layer(
+        self,
+        layer: ExpertLayer,
+        run: Run,
+        calibration: Sequence[Tensor],
+        counted: Sequence[Tensor | None],
+        ranks: Ranks,
+        scaled: bool,
+    ) -> dict[str, Rounded]:
+        """The rows and stored tensors of the matrices of a module. ``scaled``: with the method's scales."""
+        results: dict[str, Rounded] = {}
+        module = self._module(layer)
+        own: dict[str, Rounded] = {}
+        for members in self._groups(layer, bool(calibration)):
+            inputs = _Inputs.of(module, members, layer)
+            with _recorded(module, inputs):
+                for batch, real in zip(calibration, counted, strict=True):
+                    inputs.counted = None if real is None else real.flatten()
+                    run(batch)
+            ranks.sum_inputs(inputs.sums)
+            statistics = inputs.statistics() if calibration else {}
+            names = [name for name, part in layer.matrices.items() if part.index in members]
+            scales: dict[int, Tensor | None] = {}
+            for name in ranks.part(names):
+                part = layer.matrices[name]
+                if scaled and part.index not in scales:
+                    scales[part.index] = self._scale(layer, part.index, statistics)
+                own[name] = self._rounded(name, part, statistics.get(name), scales.get(part.index))
+            del statistics, inputs
+            results |= ranks.exchanged(names, {name: own[name] for name in ranks.part(names)})
+        return results
+
+    def _scale(
+        self, layer: ExpertLayer, index: int, statistics: Mapping[str, InputStatistics]
+    ) -> Tensor | None:
+        """The scale of the input of an expert's down projection."""
+        name, part = next(
+            (name, part)
+            for name, part in layer.matrices.items()
+            if part.index == index and part.stack.endswith(f".{DOWN}")
+        )
+        return self._quantizer.scale_of(self._matrix(part), statistics.get(name))
 
     def restore(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Give the stacks the weights of a finished block, as a reader of its file computes them."""
@@ -149,8 +185,17 @@ class BlockExperts:
                 key = stack.rpartition(".")[2]
                 self._module(layer).register_parameter(key, nn.Parameter(whole, requires_grad=False))
 
-    def _rounded(self, name: str, part: StackSlice, statistics: InputStatistics | None) -> Rounded:
-        return self._quantizer.expert(name, part.stack, self._matrix(part), statistics)
+    def _rounded(
+        self, name: str, part: StackSlice, statistics: InputStatistics | None, scale: Tensor | None
+    ) -> Rounded:
+        matrix = self._matrix(part)
+        if scale is not None and part.stack.endswith(f".{DOWN}"):
+            matrix = matrix * scale
+            statistics = statistics and statistics.divided(scale)
+        elif scale is not None:
+            gate = torch.ones(self._stack(part.stack).shape[1] - len(scale), device=scale.device)
+            matrix = matrix / torch.cat([gate, scale])[part.start : part.stop].unsqueeze(1)
+        return self._quantizer.expert(name, part.stack, matrix, statistics)
 
     def _module(self, layer: ExpertLayer) -> nn.Module:
         return self._block.get_submodule(layer.path.removeprefix(f"{self._prefix}."))
@@ -241,6 +286,20 @@ class _Inputs:
                 self.experts._apply_gate(product) if self.experts.has_gate else self.experts.act_fn(product)
             )
         return activations
+
+
+@torch.no_grad()
+def _passes_scales(experts: Any) -> bool:
+    """Whether what the down projection reads is the up projection times a function of the gate: measured."""
+    wide = _first_stack(experts).shape[1]
+    product = 20 * torch.randn(4, wide, generator=torch.Generator().manual_seed(0))
+    scale = torch.cat([torch.ones(wide // 2), torch.full((wide - wide // 2,), 2.0)])
+    inputs = _Inputs(experts, range(0), [], [])
+    try:
+        before, after = (inputs._activations(each) for each in (product, product * scale))
+    except RuntimeError:
+        return False
+    return float((2 * before - after).norm()) <= 1e-5 * float(after.norm())
 
 
 def _first_stack(experts: Any) -> Tensor:

@@ -67,6 +67,15 @@ class Quantizer:
                 break
         return replace(row, stack=stack, tokens=tokens), tensors
 
+    def scale_of(self, weight: Tensor, statistics: InputStatistics | None) -> Tensor | None:
+        """The scale [in] of the input of an expert's matrix [out, in]; None without one."""
+        if statistics is None or statistics.tokens < self.least_tokens:
+            return None
+        try:
+            return self.method.channel_scale(weight, statistics, self.scheme)
+        except NotConverged:
+            return None
+
     def _rounded(
         self,
         method: QuantizationMethod,

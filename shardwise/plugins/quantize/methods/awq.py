@@ -9,7 +9,7 @@ Then ranges are clipped for the least output error (section 5.1 of the paper's c
 
 ``AWQ.prepare`` finds the ``scaling_groups`` of a block and folds the ``awq_scale`` of each into it. Then
 ``AWQ.quantize`` clips each layer with the statistics ``divided`` by the scale. A block of unknown shape gets clipping
-alone.
+alone. An expert's up projection is divided by the scale of its down projection (experts.py).
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ class AWQ(QuantizationMethod):
             statistics.update(dict.fromkeys(group.layers, given.divided(scale)))
             changed += [group.previous, *group.layers]
         return list(dict.fromkeys(changed))
+
+    def channel_scale(self, weight: Tensor, statistics: InputStatistics, scheme: Scheme) -> Tensor | None:
+        return awq_scale([weight], statistics, scheme, self.symmetric, self.steps)
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         groups = in_groups(weight, scheme)

@@ -56,6 +56,13 @@ class QuantizationMethod(ABC):
         """
         return ()
 
+    def channel_scale(self, weight: Tensor, statistics: InputStatistics, scheme: Scheme) -> Tensor | None:
+        """The scale [in] of the input of a weight [out, in] whose rounding loses least; None for a method without.
+
+        Raises NotConverged as ``quantize``.
+        """
+        return None
+
     @abstractmethod
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         """Quantize a weight [out, in] of any float dtype.
