@@ -297,3 +297,42 @@ class NeedsClosure(Plain):
 def name_of(factory: type[torch.optim.Optimizer]) -> str:
     """For ``optimizer.factory`` of a recipe."""
     return f"tests.harness.optimizers:{factory.__name__}"
+
+
+class MatrixMuon(torch.optim.Optimizer):
+    """Muon in the weights' dtype, of matrices and of stacks of matrices [.., o, i]: each matrix is orthogonalized."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    buffer = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+                    buffer.lerp_(parameter.grad, 1 - group["momentum"])
+                    update = orthogonal(parameter.grad.lerp(buffer, group["momentum"]))
+                    taller = max(1.0, parameter.shape[-2] / parameter.shape[-1]) ** 0.5
+                    parameter.sub_(update, alpha=group["lr"] * taller)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Five Newton-Schulz steps for every matrix [.., o, i], with the coefficients of Muon."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def muon_of_experts(named: list[tuple[str, nn.Parameter]], lr: float = 1e-3) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of blocks and those of every expert, AdamW for the others."""
+    matrices = [p for name, p in named if p.ndim >= 2 and "layers" in name]
+    held = {id(p) for p in matrices}
+    others = [p for _, p in named if id(p) not in held]
+    return [MatrixMuon(matrices, lr=lr), torch.optim.AdamW(others, lr=lr)]

@@ -61,7 +61,7 @@ def mean_error(found: Quantized, matrix: str) -> float:
 def test_scales_lose_less_than_clipping_and_rounding_to_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits of the whole model, where few channels of what down reads are large."""
+    """Logits of the whole model, where down reads a few large channels."""
     with_outliers(tmp_path)
     awq, nearest = (quantized(tmp_path, name, name, "w4a16-channel") for name in ("awq", "rtn"))
     monkeypatch.setattr(experts, "_passes_scales", lambda _: False)
