@@ -450,7 +450,7 @@ def measured(name: str, key: str = "table") -> str:
     return str(json.loads(path.read_text(encoding="utf-8"))[key])
 
 
-FAMILY_COLUMNS = ("logits", "all weights", "LoRA", "ZeRO 3", "tensor", "pipeline")
+FAMILY_COLUMNS = ("logits", "all weights", "LoRA", "ZeRO 3", "tensor", "pipeline", "experts")
 
 
 def families() -> str:
@@ -463,7 +463,7 @@ def families() -> str:
     reasons: dict[str, int] = {}
 
     def cell(answer: str) -> str:
-        if answer == "yes":
+        if answer in ("yes", ""):
             return answer
         number = reasons.setdefault(re.sub(r" for [\w-]+( shards|$)", r"\1", answer), len(reasons) + 1)
         return f"[no {number}](#why-not)"
@@ -474,10 +474,10 @@ def families() -> str:
         return [format_count(answer["parameters"]), format_bytes(answer["peak_bytes"])]
 
     lines = [
-        [code(name), *plan(row["plan"]), *(cell(row[column]) for column in FAMILY_COLUMNS)]
+        [code(name), *plan(row["plan"]), *(cell(row.get(column, "")) for column in FAMILY_COLUMNS)]
         for name, row in rows.items()
     ]
-    counts = [sum(row[column] == "yes" for row in rows.values()) for column in FAMILY_COLUMNS]
+    counts = [sum(row.get(column) == "yes" for row in rows.values()) for column in FAMILY_COLUMNS]
     planned = sum(not isinstance(row["plan"], str) for row in rows.values())
     said = [
         f"{planned} plan in full size",

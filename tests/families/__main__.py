@@ -4,14 +4,14 @@ The families are all causal text models in transformers' own mapping. Of each fa
 
 - the config of its class, in full size, is saved as ``config.json`` alone and planned for 8 × H100, bf16 and ZeRO 3;
 - a tiny model (tests/harness/families.py) with random weights is saved; its logits must be those of transformers;
-- it is planned and trained on two CPU processes or one: all weights, LoRA on all linear layers, ZeRO 3, tensor
-  parallelism, pipeline parallelism. Four steps in fp64 on text,
+- it is planned and trained on two CPU processes or one: all weights, LoRA on all linear layers and experts, ZeRO 3,
+  tensor parallelism, pipeline parallelism; expert parallelism if it has experts. Four steps in fp64 on text,
   whose losses, gradient norms and weights must be those of one plain process, as ``shardwise verify`` compares them:
   to 1e-10, or 1e-5 where the model's own code rounds to fp32 or needs it.
 
 A cell is ``yes``, or the reason of the refusal or the failure. Results are written after every family to
 benchmarks/results/families.json: an interrupted run goes on, with the same versions of transformers and torch. About an
-hour on two cores. ``docs/generate.py`` makes docs/reference/families.md of them.
+hour on two cores; ``--ways NAME`` trains that way alone. ``docs/generate.py`` makes docs/reference/families.md of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,12 @@ COMPLETED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: number of processes, settings of the strategy, sections of the recipe."""
+    """A way to train: number of processes, settings of the strategy, sections of the recipe, whether for mixtures."""
 
     world: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Any] = field(default_factory=dict)
+    of_experts: bool = False
 
 
 WAYS: Mapping[str, Way] = {
@@ -80,6 +81,7 @@ WAYS: Mapping[str, Way] = {
     "ZeRO 3": Way(2, {"zero_stage": 3}),
     "tensor": Way(2, {"tensor_parallel": 2}),
     "pipeline": Way(2, {"pipeline_parallel": 2}),
+    "experts": Way(2, {"zero_stage": 1, "expert_parallel": 2}, of_experts=True),
 }
 
 
@@ -150,6 +152,13 @@ def compared(model: Path, pool: Pool) -> str:
     return YES if apart <= TOLERANCES["fp32"] else f"logits differ by {apart:.1e}"
 
 
+def has_experts(folder: Path) -> bool:
+    """Whether a model has modules that are called experts."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    return any(name.endswith("experts") for name, _ in model.named_modules())
+
+
 def reason(error: Exception) -> str:
     """One line: of a refusal its reason, of another error its type too."""
     if isinstance(error, ShardwiseError):
@@ -161,18 +170,30 @@ def reason(error: Exception) -> str:
 def examined(family: str, pool: Pool) -> dict[str, Any]:
     """The row of a family."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        row: dict[str, Any] = {"class": class_of(family), "plan": planned(family, pool, folder / "config")}
-        row["trained_parameters"] = save_tiny(family, folder / "model", vocab_size=VOCABULARY)
-        parity = Parity(pool, folder, STEPS, [])
-        row["logits"] = compared(folder / "model", pool)
-        return row | {name: trained(way, folder / "model", parity, pool) for name, way in WAYS.items()}
+        row: dict[str, Any] = {"class": class_of(family)}
+        row["plan"] = planned(family, pool, Path(scratch) / "config")
+        row["trained_parameters"] = save_tiny(family, Path(scratch) / "model", vocab_size=VOCABULARY)
+        row["logits"] = compared(Path(scratch) / "model", pool)
+    return row | ways_of(family, tuple(WAYS), pool)
+
+
+def ways_of(family: str, names: Sequence[str], pool: Pool) -> dict[str, str]:
+    """The cells of these ways; none of ways for experts in a model without."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        save_tiny(family, model, vocab_size=VOCABULARY)
+        parity, mixture = Parity(pool, Path(scratch), STEPS, []), has_experts(model)
+        ways = {name: WAYS[name] for name in names if mixture or not WAYS[name].of_experts}
+        return {name: trained(way, model, parity, pool) for name, way in ways.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="these; default: all that are not in the results")
     parser.add_argument("--again", action="store_true", help="also those in the results")
+    parser.add_argument(
+        "--ways", action="append", choices=tuple(WAYS), help="these cells of rows in the results"
+    )
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -182,10 +203,11 @@ def main() -> None:
     names = options.families or [name for name in causal_families() if options.again or name not in rows]
     pool = Pool(max(way.world for way in WAYS.values()))
     for name in names:
-        rows[name] = examined(name, pool)
+        rows[name] = rows[name] | ways_of(name, options.ways, pool) if options.ways else examined(name, pool)
         print(name, json.dumps(rows[name]), flush=True)
         ordered = {each: rows[each] for each in causal_families() if each in rows}
-        results = {"machine": described(), "versions": versions, "families": ordered}
+        machine = found["machine"] if options.ways else described()
+        results = {"machine": machine, "versions": versions, "families": ordered}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     pool.close()
 
