@@ -100,8 +100,8 @@ class AdapterFiles(WeightFiles):
                 )
         self.copies = {name for name in self.shapes if not is_adapter(name) and not self._is_saved(name)}
         for name in experts.values():
-            rank, _ = described.strength(name[: -len(EXPERT_A)])
-            self.shapes[name] = shape_here(name, self.shapes[name], rank)
+            if (adapter := expert_adapter(name)) is not None:
+                self.shapes[name] = shape_here(name, self.shapes[name], described.strength(adapter[0])[0])
         for name, path in sorted(self._inputs()):
             shape, (rank, _) = self.shapes[name], described.strength(path)
             if shape[-2:-1] != (rank,):
