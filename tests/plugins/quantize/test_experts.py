@@ -334,11 +334,12 @@ def test_more_bits_lose_less(tmp_path: Path) -> None:
     assert [each.block_bits for each in found] == pytest.approx([10, 6, 4], abs=0.6)
 
 
-def test_ranks_share_the_experts(tmp_path: Path, pool: Pool) -> None:
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_ranks_share_the_experts(method: str, tmp_path: Path, pool: Pool) -> None:
     """An expert that the tokens of one rank never reach has the sums of the other."""
     base_of(tmp_path)
-    alone = quantized(tmp_path, "w4a16-g16", "gptq", "alone", sequences=4)
-    pool.run(2, pass_here, settings_of(tmp_path, "w4a16-g16", "gptq", "shared", sequences=4))
+    alone = quantized(tmp_path, "w4a16-g16", method, "alone", sequences=4)
+    pool.run(2, pass_here, settings_of(tmp_path, "w4a16-g16", method, "shared", sequences=4))
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "shared"))
     assert first.keys() == second.keys() and any(row.stack for row in alone.layers)
     same = [torch.equal(first[name], second[name]) for name in first]
