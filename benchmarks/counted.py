@@ -42,8 +42,8 @@ from shardwise.dryrun.tally import Tally
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.model.balance import Costs, blocks_per_stage
 from shardwise.model.open import blueprint_of
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.load import recipe_of
-from shardwise.recipe.presets import Dimensions
 from shardwise.technique import SETTINGS, mesh_layout, strategy_from
 
 DEPTHS = (2, 3)

@@ -38,8 +38,9 @@ from shardwise.plugins.scaling.files import law_text
 from shardwise.plugins.scaling.fit import Fit, TrainedPoint, fit_law
 from shardwise.plugins.scaling.isoflop import envelope, exponent, isoflops
 from shardwise.plugins.scaling.report.pictures import scaling_picture
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.load import recipe_of
-from shardwise.recipe.presets import Dimensions, dimensions_of
+from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import Recipe
 from shardwise.report.pictures import png
 from shardwise.technique import SETTINGS

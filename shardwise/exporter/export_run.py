@@ -142,9 +142,9 @@ def _contents_of_run(
         extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
     if recipe.data.tokenizer != "bytes":
         extra_files |= tokenizer_files(recipe.data.tokenizer)
-    integers = {name: kind for name, kind in weights.dtypes.items() if not kind.is_floating_point}
+    own = {n: k for n, k in weights.dtypes.items() if not k.is_floating_point or n in layout.unrounded}
     names = {name for group in layout.groups for name in group.sources}
-    dtypes = {name: integers.get(name, dtype) for name in names}
+    dtypes = {name: own.get(name, dtype) for name in names}
     contents = Contents(replace(layout, config=config_in(config, dtype)), dtypes, merged.read, extra_files)
     return with_ends(contents, tokenizer.ends) if blueprint.objective == "causal" else contents
 

@@ -4,16 +4,14 @@
     qwen3   llama with an RMSNorm of every query and key head before the rotation (arXiv:2505.09388)
     gpt2    LayerNorm, GELU, learned positions, biases everywhere but the head (Radford et al. 2019)
 
-Blocks of llama and qwen3 may have a mixture of experts (mixture.py) in place of SwiGLU, all but the first ones.
+Blocks of llama and qwen3 may have a mixture of experts (mixture.py) in place of SwiGLU, all but the first ones. Blocks
+of llama may have latent attention (attention.py): with both they are DeepSeek-V3's.
 
-Parameters have the names of Hugging Face's Llama, Qwen3, Mixtral and Qwen3-MoE, so export only renames them.
+Parameters have the names of Hugging Face's Llama, Qwen3, Mixtral, Qwen3-MoE and DeepSeek-V3, so export only renames
+them. A llama block with fused norm and flash attention saves h(12 + 4r) + 8f bytes per token in 16 bits, where
+r = kv_heads / heads.
 
-Attention works on views of the projections' outputs. All blocks share the rotary angles of a forward pass. Queries and
-keys are rotated in the compute dtype, with angles computed in fp32, as in transformers. A llama block with fused norm
-and flash attention saves h(12 + 4r) + 8f bytes per token in 16 bits, where r = kv_heads / heads.
-
-Refused: fp32 rotation, which saves fp32 copies; fused qkv and gate/up projections, which complicate tensor parallelism
-and export.
+Refused: fused gate/up projections, which complicate tensor parallelism and export.
 
 For packed documents attention takes ``Documents`` (runtime/documents.py), built once per forward pass. The key/value
 cache (``KeyValues``) serves generation only.
@@ -24,28 +22,15 @@ Legend: b batch, s sequence, h width, a heads, k kv_heads, d head width, f ffn, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.attention import Attention, KeyValues, LatentAttention, Rotation, rotary_angles
 from shardwise.model.mixture import MixtureOfExperts
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime.documents import Documents, documents_of
-
-Rotation = tuple[Tensor, Tensor]
-"""(cos, sin), each [s, 1, d] or [b, s, 1, d], in the compute dtype."""
-
-
-class KeyValues(Protocol):
-    """The key/value cache of one block."""
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-        """Append keys and values [b, k, s, d].
-
-        Returns (all keys, all values, attention mask, whether attention is causal).
-        """
 
 
 class Decoder(nn.Module):
@@ -105,7 +90,7 @@ class Decoder(nn.Module):
             hidden = hidden + self.embed_positions(positions)
         rotation: Rotation | None = None
         if d.rotates:
-            rotation = rotary_angles(positions, d.head_width, d.rope_theta, hidden.dtype)
+            rotation = rotary_angles(positions, d.rotary_width, d.rope_theta, hidden.dtype)
         documents: Documents | None = None
         if positions.dim() == 2 and not cache:
             documents = documents_of(self, positions, starts, hidden, d.head_width)
@@ -126,7 +111,7 @@ class Block(nn.Module):
     def __init__(self, dimensions: Dimensions, index: int = 0) -> None:
         super().__init__()
         self.input_layernorm = _norm(dimensions)
-        self.self_attn = Attention(dimensions)
+        self.self_attn = (LatentAttention if dimensions.kv_lora_rank else Attention)(dimensions)
         self.post_attention_layernorm = _norm(dimensions)
         self.mlp = _feed_forward(dimensions, index)
 
@@ -139,53 +124,6 @@ class Block(nn.Module):
     ) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class Attention(nn.Module):
-    """Causal attention with grouped key/value heads. [b, s, h] -> [b, s, h].
-
-    The projections' outputs give the number of heads, so tensor parallelism can shard them.
-    """
-
-    def __init__(self, dimensions: Dimensions) -> None:
-        super().__init__()
-        d = dimensions
-        bias = not d.rotates
-        q_width, kv_width = d.heads * d.head_width, d.kv_heads * d.head_width
-        self.head_width = d.head_width
-        self.grouped = d.kv_heads != d.heads
-        self.q_proj = nn.Linear(d.width, q_width, bias=bias)
-        self.k_proj = nn.Linear(d.width, kv_width, bias=bias)
-        self.v_proj = nn.Linear(d.width, kv_width, bias=bias)
-        self.o_proj = nn.Linear(q_width, d.width, bias=bias)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(d.head_width, eps=d.norm_epsilon) if d.norms_heads else None for _ in range(2)
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation | None,
-        mask: Documents | None = None,
-        cache: KeyValues | None = None,
-    ) -> Tensor:
-        per_head = (-1, self.head_width)
-        q = self.q_proj(hidden).unflatten(-1, per_head)  # [b, s, a, d]
-        k = self.k_proj(hidden).unflatten(-1, per_head)  # [b, s, k, d]
-        v = self.v_proj(hidden).unflatten(-1, per_head)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotation is not None:
-            q, k = rotate_positions(q, *rotation), rotate_positions(k, *rotation)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        allowed: Any = mask
-        causal = mask is None
-        if cache is not None:
-            k, v, allowed, causal = cache.extend(k, v)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=causal, enable_gqa=self.grouped
-        )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -225,26 +163,3 @@ def _feed_forward(d: Dimensions, index: int) -> nn.Module:
 def _norm(dimensions: Dimensions) -> nn.Module:
     kind = nn.RMSNorm if dimensions.rotates else nn.LayerNorm
     return kind(dimensions.width, eps=dimensions.norm_epsilon)
-
-
-def rotary_angles(positions: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Cosines and sines of position x frequency (Su et al. 2021, arXiv:2104.09864, eq. 34).
-
-    Args:
-        positions: [s] or [b, s], integers.
-        head_width: d, even. Pairs are (i, i + d/2), as in Hugging Face's checkpoints.
-        theta: base of the wavelengths, theta^(2i/d).
-        dtype: of the result. Angles are computed in fp32 (fp64 for fp64).
-    """
-    precise = torch.float64 if dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=precise) / head_width
-    angles = positions.to(precise).unsqueeze(-1) * (1.0 / theta**exponents)
-    angles = angles.unsqueeze(-2)  # [s, 1, d/2] or [b, s, 1, d/2]
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i+d/2}) of [b, s, heads, d]."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime.grouped_products import grouped_linear, has_grouped_products, plan_grouped_products
 from shardwise.runtime.parallel.vocabulary import IGNORED
 from shardwise.runtime.routed_rows import rows_of, sums_of

@@ -22,7 +22,8 @@ from shardwise.model.files.native_folder import native_hf_folder
 from shardwise.model.initial import fill_normal
 from shardwise.model.mixture import filled_tokens, router_logits
 from shardwise.model.stage import Stage, renumbered
-from shardwise.recipe.presets import Dimensions, dimensions_of
+from shardwise.recipe.dimensions import Dimensions
+from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import ModelSpec
 from shardwise.runtime.language_loss import language_loss
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters, share, shared_names
@@ -100,6 +101,9 @@ class NativeModel(Blueprint):
             "layers.*.self_attn.q_proj": heads,
             "layers.*.self_attn.k_proj": kv_heads,
             "layers.*.self_attn.v_proj": kv_heads,
+            "layers.*.self_attn.q_b_proj": heads,
+            "layers.*.self_attn.kv_a_proj_with_mqa": Split("tail", last=d.rotary_width),
+            "layers.*.self_attn.kv_b_proj": heads,
             "layers.*.self_attn.o_proj": Split("row"),
             "layers.*.self_attn.q_norm": Split("summed"),
             "layers.*.self_attn.k_norm": Split("summed"),
@@ -144,8 +148,9 @@ class NativeModel(Blueprint):
 
     def hf_folder(self) -> HFFolder:
         with torch.device("meta"):
-            shapes = {name: tuple(p.shape) for name, p in named_parameters(self.build())}
-        return native_hf_folder(self.dimensions, shapes)
+            model = self.build()
+        tensors = (*named_parameters(model), *model.named_buffers())
+        return native_hf_folder(self.dimensions, {name: tuple(tensor.shape) for name, tensor in tensors})
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)

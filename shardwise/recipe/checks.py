@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from shardwise.core.errors import RecipeError
 from shardwise.hardware.cluster import cluster_of, parse_preset
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.error_messages import Complaint
 from shardwise.recipe.lr_scaling import scaled
-from shardwise.recipe.presets import PRESETS, Dimensions, dimensions_of
+from shardwise.recipe.presets import PRESETS, dimensions_of
 from shardwise.recipe.sections import ModelSpec, Recipe, ScheduleSpec
 from shardwise.recipe.yaml_source import KeyPath, YamlDocument, describe
 

@@ -52,7 +52,8 @@ _COMPARED_KEYS = 100
 """Unknown keys that are compared with the known ones; a file with more is no misspelled recipe."""
 _EXAMPLES = {"model": "model: {preset: ...}", "steps": "steps: 100", "batch_size": "batch_size: 16"}
 _DIMENSIONS = (
-    "family", "layers", "width", "heads", "head_dim", "kv_heads", "ffn", "vocab", "context", "tied", "rope_theta",
+    "family", "layers", "width", "heads", "head_dim", "kv_heads", "kv_lora_rank", "q_lora_rank", "rope_head_dim",
+    "v_head_dim", "ffn", "vocab", "context", "tied", "rope_theta",
 )  # fmt: skip
 REPLACES: Mapping[KeyPath, Sequence[str]] = {
     ("model", "preset"): ("hf", "factory", "arguments", *_DIMENSIONS),

@@ -38,6 +38,14 @@ class ModelSpec(Section):
     """dimension of an attention head; default: width / heads"""
     kv_heads: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """key/value heads (grouped-query attention); heads must be a multiple"""
+    kv_lora_rank: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    """latent attention (DeepSeek): width of the vector that keys and values are made from; default: 0, none"""
+    q_lora_rank: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    """the same of queries, with latent attention; default: 0, queries are made from the hidden state"""
+    rope_head_dim: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """dimensions of head_dim that rotate, with latent attention"""
+    v_head_dim: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """dimension of a value head, with latent attention; default: head_dim"""
     ffn: Dimension | None = None
     """intermediate size of the feed-forward network (MLP)"""
     vocab: Dimension | None = None

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Axis, Strategy
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.experts import experts_in_folder
-from shardwise.recipe.presets import Dimensions, dimensions_of
+from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import Recipe
 
 

@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.core.strategy import Axis, Layout, Setting, Strategy
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.technique.base import MOST_RANKS, Dividing, divides_world, divisors
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule

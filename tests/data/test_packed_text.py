@@ -13,8 +13,8 @@ import torch
 from shardwise.cli.main import run
 from shardwise.data import Data, open_data
 from shardwise.model.native import NativeModel
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.load import recipe_of
-from shardwise.recipe.presets import Dimensions
 from shardwise.technique import SETTINGS
 
 TEXTS = [

@@ -46,6 +46,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **LLAMA, "family": "qwen3", "head_dim": 8, "experts": 4, "experts_per_token": 3, "expert_ffn": 16,
         "dense_layers": 1, "normalized_weights": False,
     },
+    "deepseek": {
+        **LLAMA, "kv_heads": 4, "head_dim": 12, "kv_lora_rank": 10, "q_lora_rank": 14, "rope_head_dim": 4,
+        "v_head_dim": 6, "experts": 4, "experts_per_token": 2, "expert_ffn": 16, "shared_ffn": 32, "dense_layers": 1,
+        "router": "sigmoid", "router_groups": 2, "router_scale": 2.5, "router_bias": True, "rope_theta": 500.0,
+    },
+    "latent attention": {
+        **LLAMA, "kv_heads": 4, "head_dim": 12, "kv_lora_rank": 10, "rope_head_dim": 4, "tied": True,
+    },
 }  # fmt: skip
 
 
@@ -58,6 +66,9 @@ def leave_run(folder: Path, values: dict[str, Any], settings: dict[str, Any]) ->
         part = local_part(parameter)
         if part.is_floating_point():
             part += 0.1 * torch.randn(part.shape).to(part)
+    for name, buffer in run.model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # equal on all ranks
+            buffer += torch.linspace(-0.2, 0.3, len(buffer))
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
@@ -75,8 +86,9 @@ def ours(folder: Path, dtype: torch.dtype) -> Tensor:
     checkpoint = latest(folder / "checkpoints")
     assert checkpoint is not None
     weights = SavedWeights(checkpoint)
-    for name, parameter in named_parameters(model):
-        parameter.copy_(weights.read(name))
+    for name, tensor in (*named_parameters(model), *model.named_buffers()):
+        if name in weights.dtypes:
+            tensor.copy_(weights.read(name))
     return blueprint.logits(model, ids())
 
 
@@ -128,6 +140,8 @@ CASES = [
     ("gpt2 untied", "fp32"),
     ("mixture of llama", "fp32"),
     ("mixture of qwen3", "fp32"),
+    ("deepseek", "fp32"),
+    ("latent attention", "fp64"),
 ]
 
 
@@ -186,7 +200,7 @@ def test_logits_are_those_of_our_model(
     assert (found - expected).abs().max() <= near * max(1, expected.abs().max())
 
 
-@pytest.mark.parametrize("name", ["mixture of llama", "mixture of qwen3"])
+@pytest.mark.parametrize("name", ["mixture of llama", "mixture of qwen3", "deepseek"])
 def test_files_of_mixtures_are_those_that_transformers_writes(
     name: str, tmp_path: Path, runs: dict[str, Path]
 ) -> None:
@@ -197,6 +211,14 @@ def test_files_of_mixtures_are_those_that_transformers_writes(
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[stored], tensor) for stored, tensor in expected.items())
+
+
+def test_biases_of_routers_are_not_rounded(tmp_path: Path, runs: dict[str, Path]) -> None:
+    export_run(runs["deepseek"], tmp_path / "out", "bf16")
+    kinds = WeightFiles(tmp_path / "out").kinds
+    assert {name for name, kind in kinds.items() if kind == "F32"} == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
 
 
 @pytest.mark.parametrize("name", list(ADAPTED))

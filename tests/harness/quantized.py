@@ -13,7 +13,7 @@ from shardwise.model.files.compressed_tensors import quantization_config
 from shardwise.model.lora import linear_layers
 from shardwise.model.native import NativeModel
 from shardwise.plugins.quantize.methods.rtn import RoundToNearest
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 
 SMALL = Dimensions(2, 64, 2, 1, 128, vocab=257, context=64)
 

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.model.attention import rotary_angles, rotate_positions
 from shardwise.model.blueprint import Batch
-from shardwise.model.decoder import Block, Decoder, rotary_angles, rotate_positions
+from shardwise.model.decoder import Block, Decoder
 from shardwise.model.native import NativeModel
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime.parallel.shard_slices import share, shared_names
 
 LLAMA = Dimensions(3, 48, 4, 2, 40, vocab=51, context=64)

@@ -14,7 +14,7 @@ from shardwise.model.adapted import AdaptedModel
 from shardwise.model.loftq import loftq, principal
 from shardwise.model.lora import LoraLinear
 from shardwise.model.native import NativeModel
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.quantized import Packing

@@ -19,8 +19,9 @@ from shardwise.model.filling import fill_magnitudes
 from shardwise.model.lora import LoraLinear, adapt, is_adapter
 from shardwise.model.native import NativeModel
 from shardwise.model.open import blueprint_of
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.load import recipe_of
-from shardwise.recipe.presets import PRESETS, Dimensions
+from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.parallel.shard_slices import named_parameters
 

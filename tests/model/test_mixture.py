@@ -18,7 +18,7 @@ from shardwise.model.decoder import Decoder, SwiGLU
 from shardwise.model.mixture import Experts, MixtureOfExperts, Router, filled_tokens
 from shardwise.model.native import NativeModel
 from shardwise.model.stage import Stage
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime.flops import FlopCounter
 from shardwise.runtime.parallel.experts import divisible_experts
 
@@ -28,11 +28,12 @@ QWEN3 = Dimensions(
     expert_ffn=24, dense_layers=1, normalized_weights=False,
 )  # fmt: skip
 DEEPSEEK = Dimensions(
-    2, 32, 4, 4, 40, vocab=51, context=64, experts=8, experts_per_token=3, expert_ffn=16, shared_ffn=32,
-    dense_layers=1, router="sigmoid", router_groups=4, groups_per_token=2, router_scale=2.5, router_bias=True,
+    2, 32, 4, 4, 40, vocab=51, context=64, head_dim=12, kv_lora_rank=10, q_lora_rank=14, rope_head_dim=4,
+    v_head_dim=6, experts=8, experts_per_token=3, expert_ffn=16, shared_ffn=32, dense_layers=1, router="sigmoid",
+    router_groups=4, groups_per_token=2, router_scale=2.5, router_bias=True,
 )  # fmt: skip
 ALL = pytest.mark.parametrize(
-    "dimensions", [MIXTRAL, QWEN3, DEEPSEEK], ids=["mixtral", "qwen3-moe", "sigmoid"]
+    "dimensions", [MIXTRAL, QWEN3, DEEPSEEK], ids=["mixtral", "qwen3-moe", "deepseek"]
 )
 
 
@@ -60,7 +61,18 @@ def _theirs(d: Dimensions, **given: Any) -> Any:
         "rms_norm_eps": d.norm_epsilon, "num_experts_per_tok": d.experts_per_token,
         "rope_parameters": {"rope_type": "default", "rope_theta": d.rope_theta},
     }  # fmt: skip
-    if d.family == "qwen3":
+    if d.kv_lora_rank:
+        shape |= {
+            "head_dim": d.rotary_width, "qk_rope_head_dim": d.rotary_width, "v_head_dim": d.value_width,
+            "qk_nope_head_dim": d.head_width - d.rotary_width, "kv_lora_rank": d.kv_lora_rank,
+            "q_lora_rank": d.q_lora_rank or None, "n_group": d.router_groups, "topk_group": d.groups_per_token,
+            "n_shared_experts": d.shared_ffn // d.expert_width, "routed_scaling_factor": d.router_scale,
+            "first_k_dense_replace": d.dense_layers, "norm_topk_prob": d.normalized_weights,
+        }  # fmt: skip
+        config = transformers.DeepseekV3Config(
+            **shape, n_routed_experts=d.experts, moe_intermediate_size=d.expert_width, **given
+        )
+    elif d.family == "qwen3":
         config = transformers.Qwen3MoeConfig(
             **shape, num_experts=d.experts, moe_intermediate_size=d.expert_width, **given,
             norm_topk_prob=d.normalized_weights, mlp_only_layers=list(range(d.dense_layers)),
@@ -71,7 +83,7 @@ def _theirs(d: Dimensions, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dimensions", [MIXTRAL, QWEN3], ids=["mixtral", "qwen3-moe"])
+@ALL
 def test_logits_and_gradients_are_transformers(dimensions: Dimensions, dtype: torch.dtype) -> None:
     theirs = _theirs(dimensions).to(dtype)
     if dtype == torch.float64:

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.native import NativeModel
-from shardwise.recipe.presets import PRESETS, Dimensions
+from shardwise.recipe.dimensions import Dimensions
+from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import ModelSpec
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 

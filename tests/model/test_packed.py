@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.native import NativeModel
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime.documents import same_document
 
 LENGTHS = (5, 9, 1, 4)
@@ -20,6 +20,20 @@ TOTAL = 24
 NATIVE = {
     "llama": Dimensions(3, 48, 4, 2, 40, vocab=51, context=64),
     "gpt2": Dimensions(3, 48, 4, 4, 192, vocab=51, context=64, family="gpt2", tied=True),
+    "latent": Dimensions(
+        3,
+        48,
+        4,
+        4,
+        40,
+        vocab=51,
+        context=64,
+        head_dim=12,
+        kv_lora_rank=16,
+        q_lora_rank=20,
+        rope_head_dim=4,
+        v_head_dim=8,
+    ),
 }
 HF = {"hidden_size": 36, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6,
       "num_key_value_heads": 2, "vocab_size": 51, "max_position_embeddings": 64}  # fmt: skip
@@ -40,7 +54,7 @@ def _spans() -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, LENGTHS, strict=True)]
 
 
-@pytest.fixture(params=["llama", "gpt2", "hf-llama", "hf-gpt2", "hf-qwen2-eager"])
+@pytest.fixture(params=["llama", "gpt2", "latent", "hf-llama", "hf-gpt2", "hf-qwen2-eager"])
 def blueprint(request: pytest.FixtureRequest, saved: Any) -> Blueprint:
     name: str = request.param
     if name in NATIVE:

@@ -15,7 +15,7 @@ from shardwise.model.factory import FactoryModel
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.native import NativeModel
 from shardwise.model.unreached import matrices, percent, reach_in_words, reached_shares
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.sections import AdapterSpec
 from tests.harness.families import config_of
 

@@ -10,7 +10,8 @@ import torch
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.decoder import Decoder
-from shardwise.recipe.presets import PRESETS, Dimensions, check_dimensions, dimensions_of
+from shardwise.recipe.dimensions import Dimensions, check_dimensions
+from shardwise.recipe.presets import PRESETS, dimensions_of
 from shardwise.recipe.sections import ModelSpec
 
 # Counted from the weights their authors released.
@@ -37,6 +38,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
+    "deepseek-v3": 671_026_404_352,  # and 58 x 256 biases of routers, which are no parameters
 }
 
 
@@ -47,7 +49,13 @@ def test_published_parameter_counts(name: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen3-30b-a3b", 3.35), ("qwen3-235b-a22b", 22.2), ("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39.2)],
+    [
+        ("qwen3-30b-a3b", 3.35),
+        ("qwen3-235b-a22b", 22.2),
+        ("mixtral-8x7b", 12.9),
+        ("mixtral-8x22b", 39.2),
+        ("deepseek-v3", 37.55),  # 36.6 without the embedding
+    ],
 )
 def test_published_active_parameters(name: str, billions: float) -> None:
     assert PRESETS[name].active_parameters == pytest.approx(billions * 1e9, rel=0.003)
@@ -60,7 +68,7 @@ def test_formula_counts_what_is_built(name: str) -> None:
     with torch.device("meta"):
         model = Decoder(dimensions)
     assert sum(p.numel() for p in model.parameters()) == dimensions.parameters
-    assert sum(p.numel() for p in model.layers[0].parameters()) == dimensions.block_parameters
+    assert sum(p.numel() for p in model.layers[-1].parameters()) == dimensions.block_parameters
 
 
 def test_python_6m_is_what_its_name_says() -> None:
@@ -94,6 +102,15 @@ def test_dimensions_alone() -> None:
         ({"layers": 2, "width": 64, "heads": 4, "kv_heads": 3}, "model.kv_heads", "use 2 kv_heads"),
         ({"layers": 2, "width": 12, "heads": 4}, "model.heads", "even head dimension"),
         ({"preset": "qwen3-8b", "head_dim": 5}, "model.head_dim", "even head dimension"),
+        ({"preset": "tiny", "v_head_dim": 8}, "model.v_head_dim", "only latent attention has it"),
+        ({"preset": "qwen3-8b", "kv_lora_rank": 8}, "model.kv_lora_rank", "a block of qwen3 has none"),
+        ({"preset": "tiny", "kv_lora_rank": 8}, "model.kv_heads", "for each of the 4 heads"),
+        (
+            {"preset": "deepseek-v3", "rope_head_dim": 192},
+            "model.rope_head_dim",
+            "even part of the 192 dimensions",
+        ),
+        ({"preset": "deepseek-v3", "v_head_dim": 256}, "model.v_head_dim", "values may not have more"),
         ({"preset": "tiny", "expert_ffn": 64}, "model.expert_ffn", "the model has no experts"),
         ({"preset": "gpt2-124m", "experts": 4}, "model.experts", "a block of gpt2 has none"),
         ({"preset": "tiny", "experts": 4, "dense_layers": 2}, "model.dense_layers", "no layer has experts"),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.native import NativeModel
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime import documents
 from shardwise.runtime.documents import Documents, documents_of, offsets
 from shardwise.runtime.parallel.attention_kernels import kernels_as

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.model.mixture import MixtureOfExperts, Router
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime.parallel.expert_load import ExpertLoad, experts_by_name
 
 DIMENSIONS = Dimensions(

@@ -172,6 +172,41 @@ def test_compiled_experts_of_transformers(
     )
 
 
+DEEPSEEK = NATIVE | {
+    "layers": 3,
+    "kv_heads": 4,
+    "head_dim": 12,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "rope_head_dim": 4,
+    "v_head_dim": 8,
+    "dense_layers": 1,
+    "router": "sigmoid",
+    "router_groups": 2,
+    "router_scale": 2.5,
+    "router_bias": True,
+}
+
+
+def test_native_deepseek_trains_as_one_plain_process(parity: Parity) -> None:
+    """Latent attention, a first block without experts, groups of experts."""
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
+    recipe = recipe_of({"model": DEEPSEEK, **values}, SETTINGS)
+    packed = recipe_of({"model": DEEPSEEK, **values, "data": {**values["data"], "packing": True}}, SETTINGS)
+    mixes: list[dict[str, Any]] = [
+        {"zero_stage": 3},
+        {"tensor_parallel": 2, "expert_parallel": 4},
+        {"zero_stage": 3, "tensor_parallel": 2, "activation_checkpointing": "full"},
+        {"pipeline_parallel": 2},
+        {"sequence_parallel": 2, "zero_stage": 3, "activation_checkpointing": "selective"},
+        {"sequence_parallel": 2, "sequence_method": "ring"},
+    ]
+    parity.all_pass(
+        *(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes),
+        Trial(packed, 4, FIXED | {"zero_stage": 2, "sequence_parallel": 2}),
+    )
+
+
 def test_adapters_of_experts(parity: Parity, tmp_path: Path) -> None:
     """Low ranks are divided with the experts that they adapt, also on a base of four bits."""
     folder, adapter = tmp_path / "mixtral", {"rank": 2, "targets": "all"}

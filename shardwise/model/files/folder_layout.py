@@ -52,11 +52,15 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A folder to be written: ``config.json`` (none if empty), the groups in file order, and files to copy."""
+    """A folder to be written: ``config.json`` (none if empty), the groups in file order, and files to copy.
+
+    ``unrounded``: names of the model's tensors that are written in the dtype that training had them in.
+    """
 
     config: Mapping[str, Any]
     groups: Sequence[TensorGroup]
     copied: Sequence[Path] = ()
+    unrounded: frozenset[str] = frozenset()
 
 
 def unchanged_tensor(source: str, stored: str, shape: TensorShape) -> TensorGroup:

@@ -1,7 +1,8 @@
-"""Writes the native decoder as a folder that transformers loads: its Llama, Qwen3, Mixtral, Qwen3-MoE or GPT-2.
+"""Writes the native decoder as a folder that transformers loads: its Llama, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 or
+GPT-2.
 
 The llama and qwen3 families have Hugging Face's own names. Experts are written one by one, as in the released folders
-of Mixtral and Qwen3-MoE, which other programs read too. The gpt2 family becomes its GPT-2, which fuses queries, keys
+of mixtures, which other programs read too. The gpt2 family becomes its GPT-2, which fuses queries, keys
 and values and stores weights transposed, [i, o] (``Conv1D``). transformers' GPT-2 has no grouped key/value heads, so a
 model with them is refused (repeated heads would train differently), and so are heads of another width.
 """
@@ -22,7 +23,7 @@ from shardwise.model.files.folder_layout import (
     TensorShape,
     unchanged_tensor,
 )
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 
 _GPT2_PARTS = {
     "input_layernorm": "ln_1",
@@ -41,25 +42,21 @@ _GPT2_OUTSIDE = {
 
 def native_hf_folder(d: Dimensions, shapes: Mapping[str, TensorShape]) -> HFFolder:
     """The folder of a decoder with these dimensions and tensor shapes."""
-    if d.experts:
+    if d.experts or d.kv_lora_rank:
         _require_known_mixture(d)
-        return HFFolder(_mixture_config(d), [_mixture_group(d, name, shapes[name]) for name in shapes])
+        biases = frozenset(name for name in shapes if name.endswith("e_score_correction_bias"))
+        groups = [_mixture_group(d, name, shapes[name]) for name in shapes]
+        return HFFolder(_mixture_config(d), groups, unrounded=biases)
     if d.rotates:
         return HFFolder(
             _rotary_config(d), [unchanged_tensor(name, _rotary_name(name), shapes[name]) for name in shapes]
         )
     if d.kv_heads != d.heads:
-        raise RecipeError(
-            "this model cannot be written for transformers",
-            where="model.kv_heads",
-            why=f"its GPT-2 has no grouped heads, and this model has {d.kv_heads} key/value heads for {d.heads}",
-        )
+        why = f"its GPT-2 has no grouped heads, and this model has {d.kv_heads} key/value heads for {d.heads}"
+        raise _not_written("kv_heads", why)
     if d.heads * d.head_width != d.width:
-        raise RecipeError(
-            "this model cannot be written for transformers",
-            where="model.head_dim",
-            why=f"heads of its GPT-2 are {d.width} / {d.heads} wide, and this model's {d.head_width}",
-        )
+        why = f"heads of its GPT-2 are {d.width} / {d.heads} wide, and this model's {d.head_width}"
+        raise _not_written("head_dim", why)
     return HFFolder(_gpt2_config(d), list(_gpt2_groups(shapes)))
 
 
@@ -68,33 +65,45 @@ def _rotary_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def _is_mixtral(d: Dimensions) -> bool:
-    return d.family == "llama"
+def _class_of(d: Dimensions) -> str:
+    """The class of transformers, without its ending, of a model with experts or latent attention."""
+    if d.kv_lora_rank:
+        return "DeepseekV3"
+    return "Mixtral" if d.family == "llama" else "Qwen3Moe"
+
+
+_PLAIN: dict[str, Any] = {
+    "shared_ffn": 0,
+    "router": "softmax",
+    "router_groups": 1,
+    "router_scale": 1.0,
+    "router_bias": False,
+}
+_ONLY: dict[str, dict[str, Any]] = {
+    "Mixtral": {**_PLAIN, "dense_layers": 0, "normalized_weights": True},
+    "Qwen3Moe": _PLAIN,
+    "DeepseekV3": {"router": "sigmoid", "router_bias": True},
+}
+"""Dimensions of mixtures that a class has at one value."""
 
 
 def _require_known_mixture(d: Dimensions) -> None:
-    """Raise RecipeError for a mixture that transformers has in neither class."""
-    plain: dict[str, Any] = {
-        "shared_ffn": 0,
-        "router": "softmax",
-        "router_groups": 1,
-        "router_scale": 1.0,
-        "router_bias": False,
-    }
-    if _is_mixtral(d):
-        plain |= {"dense_layers": 0, "normalized_weights": True}
-    for key, value in plain.items():
+    """Raise RecipeError for a mixture that transformers has in no class."""
+    kind = _class_of(d)
+    for key, value in (_ONLY[kind] if d.experts else {}).items():
         if getattr(d, key) != value:
-            raise RecipeError(
-                "this model cannot be written for transformers",
-                where=f"model.{key}",
-                why=f"its {'Mixtral' if _is_mixtral(d) else 'Qwen3-MoE'} has it at {str(value).lower()}",
-            )
+            raise _not_written(key, f"its {kind} has it at {str(value).lower()}")
+    if d.experts and d.kv_lora_rank and (not d.shared_ffn or d.shared_ffn % d.expert_width):
+        raise _not_written("shared_ffn", f"its {kind} has a multiple of the {d.expert_width} of an expert")
+
+
+def _not_written(key: str, why: str) -> RecipeError:
+    return RecipeError("this model cannot be written for transformers", where=f"model.{key}", why=why)
 
 
 def _mixture_group(d: Dimensions, name: str, shape: TensorShape) -> TensorGroup:
     """A tensor under its released name; of experts, one for each projection of each."""
-    mixtral, stored = _is_mixtral(d), _rotary_name(name)
+    mixtral, stored = _class_of(d) == "Mixtral", _rotary_name(name)
     if mixtral:
         stored = stored.replace(".mlp.", ".block_sparse_moe.")
     path, _, kind = stored.rpartition(".")
@@ -172,12 +181,14 @@ def _rotary_config(d: Dimensions) -> dict[str, Any]:
 
 
 def _mixture_config(d: Dimensions) -> dict[str, Any]:
-    """Of Mixtral or Qwen3-MoE. Both add the balance loss only where ``output_router_logits`` is set."""
+    """Of a mixture, or a model with latent attention. The balance loss is added only with ``output_router_logits``."""
+    if d.kv_lora_rank:
+        return {**_rotary_config(d), **_latent_config(d)}
     known: dict[str, Any] = {
         "num_experts_per_tok": d.experts_per_token,
         "router_aux_loss_coef": d.balance_loss,
     }
-    if _is_mixtral(d):
+    if _class_of(d) == "Mixtral":
         known |= {
             "architectures": ["MixtralForCausalLM"],
             "model_type": "mixtral",
@@ -196,6 +207,38 @@ def _mixture_config(d: Dimensions) -> dict[str, Any]:
             "decoder_sparse_step": 1,
         }
     return {**_rotary_config(d), **known}
+
+
+def _latent_config(d: Dimensions) -> dict[str, Any]:
+    """What DeepSeek-V3 has other than Llama. Without experts, all its blocks are dense ones."""
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "head_dim": d.rotary_width,
+        "kv_lora_rank": d.kv_lora_rank,
+        "q_lora_rank": d.q_lora_rank or None,
+        "qk_nope_head_dim": d.head_width - d.rotary_width,
+        "qk_rope_head_dim": d.rotary_width,
+        "v_head_dim": d.value_width,
+        "rope_interleave": True,
+        "first_k_dense_replace": d.layers - d.mixtures,
+        "num_nextn_predict_layers": 0,
+    }
+    if d.experts:
+        config |= {
+            "n_routed_experts": d.experts,
+            "n_shared_experts": d.shared_ffn // d.expert_width,
+            "num_experts_per_tok": d.experts_per_token,
+            "moe_intermediate_size": d.expert_width,
+            "moe_layer_freq": 1,
+            "n_group": d.router_groups,
+            "topk_group": d.groups_per_token,
+            "norm_topk_prob": d.normalized_weights,
+            "routed_scaling_factor": d.router_scale,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
+    return config
 
 
 def _gpt2_config(d: Dimensions) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from shardwise.core.block_times import BlockTimes
 from shardwise.core.units import format_bytes, format_count, format_percent
 from shardwise.plugins.explain.model_state import PAPER_BYTES, CountedState, paper_bytes, state_bytes
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.report.layout import bulleted, columns, text_section
 
 GB = 10**9

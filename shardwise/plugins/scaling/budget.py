@@ -20,7 +20,7 @@ from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan
 from shardwise.plugins.scaling.law import FLOPS_PER_PARAMETER, Law, ParametricLaw, PowerLaw, SizeAndTokens
 from shardwise.plugins.scaling.repetition import DataConstrained
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 
 _NEIGHBOUR_FACTOR = 2.0
 """Neighbours are about this much smaller and larger, and its square root."""

@@ -13,8 +13,8 @@ from shardwise.jobs.planning import make_plan
 from shardwise.plugins.scaling.budget import BudgetChoice, BudgetSearch, Limit
 from shardwise.plugins.scaling.family import family_of, sizes
 from shardwise.plugins.scaling.law import Law
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.noise_scale import NoiseScale, noise_scale
-from shardwise.recipe.presets import Dimensions
 from shardwise.recipe.sections import ModelSpec, Recipe
 from shardwise.report.record import read_run
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from shardwise.core.errors import RecipeError
-from shardwise.recipe.presets import Dimensions, dimensions_of
+from shardwise.recipe.dimensions import Dimensions
+from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import ModelSpec
 
 _ASPECTS = ((32, 12.0), (256, 32.0), (768, 64.0), (2048, 85.0), (4096, 128.0), (16384, 130.0))

@@ -20,7 +20,7 @@ from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.plugins.quantize.rotated_source import require_same_logits
 from shardwise.plugins.quantize.rotation import Rotated, rotate_model
 from shardwise.plugins.quantize.source import open_source_model
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from tests.harness.families import DENSE, SPARSE, config_of
 
 ROTATED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3"}

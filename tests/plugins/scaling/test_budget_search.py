@@ -15,7 +15,8 @@ from shardwise.plugins.scaling.family import sized, sizes
 from shardwise.plugins.scaling.files import read_law
 from shardwise.plugins.scaling.law import ParametricLaw
 from shardwise.plugins.scaling.repetition import DataConstrained
-from shardwise.recipe.presets import PRESETS, Dimensions
+from shardwise.recipe.dimensions import Dimensions
+from shardwise.recipe.presets import PRESETS
 
 FAMILY = sizes(PRESETS["llama-3-8b"])
 TOKENS = 2**22

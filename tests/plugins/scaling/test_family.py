@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.core.errors import RecipeError
 from shardwise.plugins.scaling.family import family_of, sized, sizes
-from shardwise.recipe.presets import PRESETS, check_dimensions
+from shardwise.recipe.dimensions import check_dimensions
+from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import ModelSpec
 
 

@@ -16,8 +16,8 @@ from shardwise.plugins.serve.planning import plan_serving, refuse_unfit_serving,
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
 from shardwise.plugins.serve.serving import load_model
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.load import recipe_of
-from shardwise.recipe.presets import Dimensions
 from shardwise.trainer.meter import MemoryMeter, return_large_frees
 from tests.harness.pool import Pool
 from tests.harness.quantized import write_quantized_folder

@@ -29,8 +29,8 @@ from shardwise.plugins.serve.requests import Request, read_requests
 from shardwise.plugins.serve.samples import record_sample
 from shardwise.plugins.serve.sampling import Sampling
 from shardwise.plugins.serve.serving import ServedModel, load_model
+from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.load import dump_recipe, recipe_of
-from shardwise.recipe.presets import Dimensions
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
@@ -43,6 +43,9 @@ FAMILIES: dict[str, Dimensions] = {
     "qwen3": Dimensions(2, 24, 4, 2, 40, vocab=260, context=128, family="qwen3", head_dim=10),
     "gpt2": Dimensions(2, 24, 2, 2, 40, vocab=260, context=128, family="gpt2", tied=True),
     "mixture": Dimensions(2, 24, 4, 2, 40, vocab=260, context=128, experts=5, shared_ffn=16),
+    "latent": Dimensions(
+        2, 24, 4, 4, 40, vocab=260, context=128, head_dim=10, kv_lora_rank=12, rope_head_dim=4, v_head_dim=6
+    ),
 }
 TEXTS = [b"a much longer prompt than the others", b"def ", b"x", b"class A:"]
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from shardwise.plugins.quantize.blocks import fold, norm_offset
 from shardwise.plugins.quantize.methods.awq import AWQ, awq_scale, scaling_groups
 from shardwise.plugins.quantize.methods.base import InputStatistics, relative_output_error
 from shardwise.plugins.quantize.methods.rtn import RoundToNearest
-from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.dimensions import Dimensions
 from tests.harness.families import causal_families, config_of
 
 pytest.importorskip("transformers")
