@@ -126,7 +126,7 @@ class AdaptedModel(Blueprint):
     def depth(self) -> int | None:  # type: ignore[override]
         """None also if the blocks have different adapters."""
         blocks = self.repetition
-        return blocks.blocks if blocks is not None and blocks.period == 1 else None
+        return blocks.blocks if blocks is not None and blocks[1:] == (1, 0) else None
 
     @cached_property
     def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]
@@ -150,7 +150,7 @@ class AdaptedModel(Blueprint):
         own = repetition_of(tuple(map(_parameter_signature, blocks)))
         if own is None or own.blocks != base.blocks or 2 * math.lcm(own.period, base.period) > base.blocks:
             return None
-        return Repetition(base.blocks, math.lcm(own.period, base.period))
+        return Repetition(base.blocks, math.lcm(own.period, base.period), max(own.first, base.first))
 
     def stage_obstacle(self) -> str:
         return self.base.stage_obstacle()

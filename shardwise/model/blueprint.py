@@ -94,17 +94,26 @@ def loss_of(blueprint: Blueprint, model: nn.Module, frozen: Mapping[str, nn.Modu
 
 
 class Repetition(NamedTuple):
-    """A model's number of blocks, and after how many of them their kinds repeat themselves."""
+    """A model's number of blocks, and after how many of them their kinds repeat themselves.
+
+    ``first``: blocks before those that do, such as the dense ones of a mixture.
+    """
 
     blocks: int
     period: int
+    first: int = 0
 
 
 def repetition_of(kinds: Sequence[object]) -> Repetition | None:
-    """The smallest period of a list of kinds, which has it at least twice unless it is 1; None if it has none."""
-    for period in range(1, max(1, len(kinds) // 2) + 1):
-        if kinds[period:] == kinds[:-period]:
-            return Repetition(len(kinds), period)
+    """The smallest period of a list of kinds, after the fewest first ones, at most half of all; None if it has none.
+
+    The rest has the period at least twice, unless it is 1.
+    """
+    for first in range(len(kinds) // 2 + 1):
+        rest = kinds[first:]
+        for period in range(1, max(1, len(rest) // 2) + 1):
+            if rest[period:] == rest[:-period]:
+                return Repetition(len(kinds), period, first)
     return None
 
 
@@ -155,7 +164,7 @@ class Blueprint(ABC):
     def repetition(self) -> Repetition | None:
         """How blocks repeat themselves, so that shallower models predict this one; None where they do not.
 
-        A shallower model has whole periods less.
+        A shallower model has whole periods less, and all the first blocks.
         """
         return None if self.depth is None else Repetition(self.depth, 1)
 

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
+from shardwise.model.blueprint import (
+    Batch,
+    Blueprint,
+    LossSum,
+    Repetition,
+    SampleShapes,
+    repetition_of,
+    token_shapes,
+)
 from shardwise.model.decoder import Decoder
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.native_folder import native_hf_folder
@@ -57,6 +65,10 @@ class NativeModel(Blueprint):
                 fix="shorten them, or raise model.context",
             )
         return cls(dimensions, spec.preset or "")
+
+    @property
+    def repetition(self) -> Repetition | None:
+        return Repetition(self.dimensions.layers, 1) if self.depth else repetition_of(self.block_kinds or ())
 
     def build(self, depth: int | None = None) -> Decoder:
         return Decoder(self.dimensions, None if depth is None else range(depth))

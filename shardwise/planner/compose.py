@@ -66,6 +66,11 @@ _STATE_ROWS = [LEDGER_ROWS.index(r) for r in ("parameters", "master_weights", "g
 Floats = npt.NDArray[np.float64]
 
 
+def least_depth(period: int, first: int) -> int:
+    """The fewest blocks of a shallower model. Its first ones are in the half that is numbered from the first."""
+    return max(first + max(SHALLOW, period + 2), 2 * first + 1)
+
+
 class Share(NamedTuple):
     """Of a whole model's step, what one rank does and holds.
 
@@ -129,12 +134,14 @@ class StepComposer:
         count: dry-runs a point.
         depth: blocks of the whole model.
         period: blocks after which kinds of blocks repeat themselves.
+        first: blocks before those that do.
         sample_bytes: of one sequence.
     """
 
     count: Counting
     depth: int
     period: int
+    first: int
     sample_bytes: int
     cluster: Cluster
     points: dict[Point, Counts] = field(default_factory=dict)
@@ -244,7 +251,9 @@ class StepComposer:
 
     def _least(self, least: int, period: int) -> int:
         """The fewest blocks from which whole periods lead to the model: all kinds of blocks, and a neighbour."""
-        least = max(least, SHALLOW * period if period > self.period else period + 2)
+        least = max(least, least_depth(period, self.first))
+        if period > self.period:
+            least = max(least, self.first + SHALLOW * period)
         return min(least + (self.depth - least) % period, self.depth)
 
     def _count(self, point: Point) -> Counts:

@@ -18,7 +18,7 @@ from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
-from shardwise.planner.compose import SHALLOW, Composed, Share, StepComposer
+from shardwise.planner.compose import Composed, Share, StepComposer, least_depth
 from shardwise.planner.counts import NotComposable, counter
 from shardwise.planner.lower_bound import least_state_bytes, share_of_states
 from shardwise.planner.predict import Prediction
@@ -67,7 +67,7 @@ class Predictor:
     def composer(self) -> StepComposer | None:
         """Composes estimates from shallow dry runs; None for a model whose depth cannot be varied, or is no more."""
         blocks = self.blueprint.repetition
-        if blocks is None or blocks.blocks <= max(SHALLOW, blocks.period + 2):
+        if blocks is None or blocks.blocks <= least_depth(blocks.period, blocks.first):
             return None
         count = counter(self.recipe, self.blueprint, self.cluster)
         return StepComposer(count, *blocks, self._bytes_of_sample(), self.cluster)

@@ -155,6 +155,10 @@ RULES: tuple[Rule, ...] = (
         lambda case: _shares(case) and case.recipe.model.hf is not None,
     ),
     _without_shares(
+        "latent attention makes the keys and values of all tokens from latent vectors that every rank has whole",
+        lambda case: _shares(case) and case.dimensions is not None and case.dimensions.kv_lora_rank > 0,
+    ),
+    _without_shares(
         "8-bit products keep their own inputs for the backward pass, whole",
         lambda case: (
             case.strategy[TENSOR_SEQUENCE_PARALLEL] == "regathered" and case.strategy[PRECISION] == "fp8"

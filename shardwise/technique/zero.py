@@ -131,7 +131,7 @@ class ZeRO(Dividing):
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         """Both axes of the data, which take all devices that are left. Stage 0 is a shard degree of 1.
 
-        More replicas than devices, or none left, which rules refuse, are a shard degree of 1 as well.
+        Axes that take more devices than there are, which rules refuse, leave degrees of 1.
         """
         copies = max(1, left) if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
         return {COPIES.name: copies, SHARDS.name: max(1, left // copies)}

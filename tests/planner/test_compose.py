@@ -180,12 +180,35 @@ def test_blocks_of_several_kinds_are_composed(layers: int, make: Any, kind: str,
     ).save_pretrained(tmp_path)
     values = {"model": {"hf": str(tmp_path)}, "data": {"sequence_length": 128}, "steps": 2, "batch_size": 4}
     of = predictor(recipe_of({**values, "cluster": {"preset": "2xA100-80GB"}}, SETTINGS))
-    assert of.blueprint.depth is None and of.blueprint.repetition == (layers, 3)
+    assert of.blueprint.depth is None and of.blueprint.repetition == (layers, 3, 0)
     values = {"zero_stage": 3, "activation_checkpointing": kind, "micro_batch_size": 2}
     strategy = strategy_from({"precision": "bf16", **values})
     assert max(errors(of, strategy, make(of, strategy))) < 0.02
     assert of.composer is not None
     assert all((layers - point.depth) % 3 == 0 < layers - point.depth for point in of.composer.points)
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (composed, {"expert_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
+        (alone, {"expert_parallel": 4, "zero_stage": 1}),
+        pytest.param(alone, {"zero_stage": 3, "tensor_parallel": 2}, marks=LONG),
+    ],
+)
+def test_dense_blocks_before_a_mixtures_are_counted_once(make: Any, values: dict[str, Any]) -> None:
+    """DeepSeek-V3's blocks, with latent attention; shallower models have all of the first ones."""
+    asked = recipe(batch_size=16)
+    changes = {
+        "layers": 13, "kv_heads": 4, "head_dim": 48, "rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 64,
+        "experts": 8, "expert_ffn": 64, "shared_ffn": 64, "dense_layers": 3, "router": "sigmoid", "router_bias": True,
+    }  # fmt: skip
+    of = predictor(asked.model_copy(update={"model": asked.model.model_copy(update=changes)}))
+    assert of.blueprint.repetition == (13, 1, 3)
+    strategy = strategy_from({"precision": "bf16", "micro_batch_size": 2, **values})
+    assert max(errors(of, strategy, make(of, strategy))) < 0.02
+    assert of.composer is not None
+    assert all(7 <= point.depth <= 8 for point in of.composer.points)
 
 
 def test_strategies_share_their_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,6 +333,16 @@ def test_the_degree_counts_all_ranks_that_divide_experts() -> None:
     assert one_line(strategy, layout, 8) == "ep4 · tp2 · fp32 · zero1×4 · mb1×ga2"
 
 
+def test_latent_attention_has_no_shares_of_the_sequence() -> None:
+    recipe = recipe_of(
+        {"model": DEEPSEEK, "data": {"sequence_length": 16}, "steps": 1, "batch_size": 8}, SETTINGS
+    )
+    settings = {"tensor_parallel": 2, "tensor_sequence_parallel": "gathered"}
+    (violation,) = broken_rules(strategy_from(settings), 2, recipe)
+    assert violation.nearest == {"tensor_sequence_parallel": "none"}
+    assert "latent attention" in violation.rule.reason
+
+
 def test_a_pinned_degree_takes_all_devices_and_rules_refuse_what_is_left(tmp_path: Path) -> None:
     """The search asks for the mesh of a degree and of stages before it asks the rules."""
     sections = {"cluster": {"device": "cpu", "devices_per_node": 4}, "strategy": {"expert_parallel": 4}}

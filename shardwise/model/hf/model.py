@@ -128,7 +128,7 @@ class HuggingFaceModel(Blueprint):
     def depth(self) -> int | None:  # type: ignore[override]
         """Number of blocks if all are identical, else None."""
         blocks = self.repetition
-        return blocks.blocks if blocks is not None and blocks.period == 1 else None
+        return blocks.blocks if blocks is not None and blocks[1:] == (1, 0) else None
 
     def departures(self, bits: int) -> tuple[str, ...]:
         return self._departures

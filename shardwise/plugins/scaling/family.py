@@ -35,7 +35,7 @@ def family_of(spec: ModelSpec) -> Dimensions:
     """The recipe's model as the pattern of its family.
 
     Raises:
-        RecipeError: the model is not a native decoder, or it is a mixture of experts.
+        RecipeError: the model is not a native decoder, is a mixture of experts, or has latent attention.
     """
     if spec.hf is not None or spec.factory is not None:
         raise RecipeError(
@@ -51,6 +51,13 @@ def family_of(spec: ModelSpec) -> Dimensions:
             where="model.experts",
             why="the laws are of dense models, and one of total parameters misjudges a mixture of experts",
             fix="give a dense model of as many active parameters",
+        )
+    if dimensions.kv_lora_rank:
+        raise RecipeError(
+            "no family of sizes",
+            where="model.kv_lora_rank",
+            why="no published sizes tell how the latent vectors grow with the width",
+            fix="give a model without latent attention",
         )
     return dimensions
 

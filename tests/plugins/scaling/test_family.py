@@ -53,3 +53,9 @@ def test_a_model_of_one_size_has_no_family() -> None:
 def test_a_mixture_has_no_family() -> None:
     with pytest.raises(RecipeError, match="dense model of as many active parameters"):
         family_of(ModelSpec(preset="qwen3-30b-a3b"))
+
+
+def test_latent_attention_has_no_family() -> None:
+    latent = ModelSpec(preset="tiny", kv_heads=4, head_dim=24, kv_lora_rank=16, rope_head_dim=8)
+    with pytest.raises(RecipeError, match="a model without latent attention"):
+        family_of(latent)
