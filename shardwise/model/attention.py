@@ -11,7 +11,7 @@ and keys are rotated in the compute dtype, with angles computed in fp32, as in t
 
 Latent attention computes the keys and values of every head, as training does; the key/value cache holds those. Values
 that are narrower than keys are padded with zeros: flash attention, its kernel for packed documents and the ring need
-one width. For DeepSeek-V3 (192 and 128) it costs a sixth of attention's FLOPs, and a quarter of what it saves.
+one width. For DeepSeek-V3 (192 and 128) attention has a fifth more FLOPs for it, and saves a fifth more activations.
 
 Refused: fp32 rotation, which saves fp32 copies; fused qkv projections, which complicate tensor parallelism and export.
 

@@ -358,8 +358,14 @@ def test_models_that_transformers_cannot_say(tmp_path: Path) -> None:
     wide = {"model": {**GPT2, "head_dim": 8}, "data": {"sequence_length": 16}}
     factory = {"model": {"factory": "tests.harness.dropping:dropped", "arguments": {"blocks": 2}}}
     shared = {"model": {**LLAMA, "experts": 4, "shared_ffn": 8}, "data": {"sequence_length": 16}}
+    unshared, unbiased = (
+        {"model": {**MODELS["deepseek"], **change}, "data": {"sequence_length": 16}}
+        for change in ({"shared_ffn": 0}, {"router_bias": False})
+    )
     for values, message in [
         (shared, "(model.shared_ffn): its Mixtral has it at 0"),
+        (unshared, "(model.shared_ffn): its DeepseekV3 has a multiple of the 16 of an expert"),
+        (unbiased, "(model.router_bias): its DeepseekV3 has it at true"),
         (grouped, "no grouped heads, and this model has 2 key/value heads for 4"),
         (wide, "heads of its GPT-2 are 24 / 4 wide, and this model's 8"),
         (factory, "it is user code, which no config.json describes"),
