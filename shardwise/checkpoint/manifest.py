@@ -206,7 +206,7 @@ def _manifest_json(manifest: Manifest) -> dict[str, Any]:
     """The manifest as its file holds it, where pieces name their file by its position."""
     numbers = {name: number for number, name in enumerate(manifest.files)}
     body = plain(manifest)
-    for key in ("cursor", "best"):  # left out where there is nothing to say
+    for key in ("cursor", "best", "capacity"):  # left out where there is nothing to say
         if not body["state"][key]:
             del body["state"][key]
     for entry in body["tensors"].values():

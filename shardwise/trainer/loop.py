@@ -232,7 +232,8 @@ class Trainer:
             try:
                 self._steps()
             except Rewound as rewound:
-                self.state, self._pending = rewound.state, None
+                self.state = replace(rewound.state, capacity=self.state.capacity)
+                self._pending = None
                 self.pauses.rewind()
                 self.log.lap()
             except RunAgain:  # no step since then has updated anything

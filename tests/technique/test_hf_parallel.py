@@ -83,8 +83,9 @@ def test_experts_are_held_once_and_their_results_are_summed(tmp_path: Path) -> N
     whole = blueprint_of(recipe).parameter_count()
     replicated = 5 * 32 + 2 * 4 * 32  # norms and routers; experts, attention, embedding and head are halved
     rotary = 2 * 4
+    counts = 2 * 4 * 8  # of the tokens of each expert, int64
     held = found.peaks["setup"].ledger.parameters
-    assert held == 4 * ((whole - replicated) // 2 + replicated + rotary)
+    assert held == 4 * ((whole - replicated) // 2 + replicated + rotary) + counts
     sums = [c for c in found.cost.collectives if (c.phase, c.axis) == ("forward", "tensor")]
     hidden = [c.calls for c in sums if c.bytes == 4 * 2 * 16 * 32]
     assert hidden == [2 * 5], "two micro-batches: embedding, and attention and experts of two blocks"
