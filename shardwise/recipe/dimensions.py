@@ -261,6 +261,9 @@ def _check_experts(d: Dimensions) -> None:
         raise _of_model(
             "groups_per_token", "a token cannot choose more groups than there are", why, "lower it"
         )
+    if not d.router_bias and d.router_bias_rate != Dimensions.router_bias_rate:
+        what, why = "router_bias_rate cannot be set here", "the routers have no bias"
+        raise _of_model("router_bias_rate", what, why, "set router_bias: true, or remove it")
     reach = d.experts // d.router_groups * d.groups_per_token
     if d.experts_per_token > reach:
         why = f"it is {d.experts_per_token}, and a token can choose from {reach}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from shardwise.core.run_files import ExpertsRecord
 from shardwise.report.page_parts import picture
@@ -36,6 +37,7 @@ def experts_picture(record: ExpertsRecord, width: float = WIDE_INCHES) -> Figure
     lower, upper = [q[0] for q in quarters], [q[2] for q in quarters]
     axes.vlines(numbers, lower, upper, color=ACCENT, linewidth=4)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("layer with experts; thick: the half in the middle")
     axes.set_ylabel("tokens / mean")
@@ -48,7 +50,7 @@ def experts_sentences(record: ExpertsRecord) -> Iterator[str]:
     layer, busiest = max(at, key=lambda pair: at[pair])
     yield (
         f"Mean of {record.steps:,} {'step' if record.steps == 1 else 'steps'}, relative to the mean of a layer: the"
-        f" busiest expert is number {busiest} of {record.layers[layer]}, with {at[layer, busiest]:.2f}."
+        f" busiest expert is number {busiest} (from 0) of {record.layers[layer]}, with {at[layer, busiest]:.2f}."
     )
     dead = [f"{expert} of {record.layers[layer]}" for (layer, expert), load in at.items() if load == 0]
     if dead:

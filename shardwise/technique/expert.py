@@ -85,8 +85,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="expert_parallel",
-        reason="it must be a multiple of the ranks of sequence_parallel x tensor_parallel, divide the experts, and"
-        " take whole groups of the data-parallel ranks of one copy",
+        reason="it must be a multiple of sequence_parallel x tensor_parallel and divide the number of experts, and"
+        " the ranks of one stage and replica must be a multiple of it",
         broken=lambda case: (
             _on(case) and case.experts != 0 and not _divides(case, case.strategy[EXPERT_PARALLEL])
         ),

@@ -117,6 +117,11 @@ def test_dimensions_alone() -> None:
         ({"preset": "tiny", "experts": 6, "router_groups": 4}, "model.router_groups", "use 3 groups"),
         ({"preset": "tiny", "experts": 6, "router_groups": 6}, "model.router_groups", "use 3 groups"),
         ({"preset": "tiny", "experts": 6, "groups_per_token": 2}, "model.groups_per_token", "lower it"),
+        (
+            {"preset": "tiny", "experts": 6, "router_bias_rate": 0.1},
+            "model.router_bias_rate",
+            "router_bias: true",
+        ),
         ({"preset": "tiny", "experts": 6, "experts_per_token": 7}, "model.experts_per_token", "at most 6"),
         (
             {"preset": "tiny", "experts": 6, "router_groups": 3, "experts_per_token": 3},

@@ -98,7 +98,12 @@ def _require_known_mixture(d: Dimensions) -> None:
 
 
 def _not_written(key: str, why: str) -> RecipeError:
-    return RecipeError("this model cannot be written for transformers", where=f"model.{key}", why=why)
+    return RecipeError(
+        "this model cannot be written for transformers",
+        where=f"model.{key}",
+        why=why,
+        fix="use generate, which reads the run as it is; a model to export has to be trained with another value",
+    )
 
 
 def _mixture_group(d: Dimensions, name: str, shape: TensorShape) -> TensorGroup:
