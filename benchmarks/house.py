@@ -29,7 +29,7 @@ STEP = {
     "trainer/loop.py": "Trainer._steps Trainer._issue",
     "engine/seeding.py": "seed_step",
     "engine/schedule.py": "learning_rate multiplier",
-    "engine/step.py": "step end_step",
+    "engine/step.py": "step end_step _expert_load",
     "engine/forward_backward.py": "Sequential.forward_backward",
     "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.ranks_of"
     " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss"
