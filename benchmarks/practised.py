@@ -17,7 +17,7 @@ from stacks import ALL_HEADS, NORM_IN_PARTS, Practice
 from torch import Tensor
 
 from shardwise.dryrun import target
-from shardwise.model import decoder
+from shardwise.model import attention
 from shardwise.runtime import language_loss
 from shardwise.runtime.parallel import tensor
 from shardwise.runtime.parallel.tp_collectives import TPGroup, exchanged
@@ -128,7 +128,7 @@ def set_apart(settings: Mapping[str, object]) -> Iterator[None]:
 def _all_heads() -> Iterator[None]:
     """Every rank rotates queries and keys of all heads, and takes its own; gradients are gathered, too."""
     groups: list[TPGroup] = []
-    shard, rotate = tensor.shard_layers, decoder.rotate_positions
+    shard, rotate = tensor.shard_layers, attention.rotate_positions
 
     def sharding(model: Any, plan: Any, mesh: Any, *shares: bool) -> None:
         groups.append(TPGroup.of(mesh.get_group()))
@@ -145,7 +145,7 @@ def _all_heads() -> Iterator[None]:
 
     with (
         mock.patch.object(tensor, "shard_layers", sharding),
-        mock.patch.object(decoder, "rotate_positions", rotating),
+        mock.patch.object(attention, "rotate_positions", rotating),
     ):
         yield
 

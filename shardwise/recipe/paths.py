@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.paths import PathBase, path_of
 from shardwise.core.strategy import FolderForm, Setting
 from shardwise.hardware.profiles import OWN
 from shardwise.recipe.yaml_source import KeyPath, YamlDocument
+
+_LONGEST_NAME, _LONGEST_PATH = 250, 3000
+"""Bytes of a file's name and of a path; file systems take 255 and 4095, and folders and ``.py`` are added to them."""
 
 Locate = Callable[[PathBase, str], str]
 
@@ -38,7 +42,7 @@ def with_whole_paths(document: YamlDocument, settings: Sequence[Setting[Any]] = 
         settings: the keys of ``strategy:``, for values with the path of a folder.
 
     Raises:
-        RecipeError: a path is of a user without a home folder.
+        RecipeError: a path is of a user without a home folder, or no file system has names as long as one in it.
     """
     values = copy.deepcopy(document.values)
     bases = {False: _base_of(document), True: PathBase.here()}
@@ -46,8 +50,26 @@ def with_whole_paths(document: YamlDocument, settings: Sequence[Setting[Any]] = 
         for section, key, path in _matching(values, pattern, ()):
             value = section[key]
             if isinstance(value, str) and value:
+                _require_short(value, document.where(path))
                 section[key] = locate(bases[document.origin(path).override > 0], value)
     return replace(document, values=values)
+
+
+def _require_short(name: str, where: str) -> None:
+    """Looking for a file with a longer name would raise OSError, whatever is there."""
+    longest, whole = max(map(_size, name.split("/"))), _size(name)
+    for size, most in ((longest, _LONGEST_NAME), (whole, _LONGEST_PATH)):
+        if "://" not in name and size > most:
+            raise RecipeError(
+                "a name is too long for a file",
+                where=where,
+                why=f"it has {size} bytes, and file systems take {most}",
+                fix="give the path, id or module that is meant",
+            )
+
+
+def _size(name: str) -> int:
+    return len(name.encode(errors="replace"))
 
 
 def _base_of(document: YamlDocument) -> PathBase:

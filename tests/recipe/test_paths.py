@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.core.errors import RecipeError
 from shardwise.recipe.load import dump_recipe, load_recipe, parse_recipe, recipe_of
 from shardwise.technique import SETTINGS
 
@@ -110,3 +111,20 @@ def test_sections_from_python_start_at_the_current_folder(here: Path) -> None:
     recipe = recipe_of(values, SETTINGS)
     assert (recipe.model.hf, recipe.data.source) == (str(here / "far"), str(here / "home" / "far"))
     assert values["model"] == {"hf": "far"}, "the caller's values are not changed"
+
+
+@pytest.mark.parametrize(
+    "key", ["model.hf", "model.factory", "data.source", "data.tokenizer", "optimizer.factory"]
+)
+def test_a_name_that_no_file_system_takes_is_refused_by_its_key(key: str) -> None:
+    """Looking for the file would raise OSError."""
+    section, name = key.split(".")
+    values = {"model": {"preset": "tiny"}, "steps": 2, "batch_size": 2, "data": {}, "optimizer": {}}
+    values[section] = {name: f"a/{'x' * 300}"}  # type: ignore[index]
+    with pytest.raises(RecipeError, match=r"it has 4000 bytes"):
+        recipe_of(values | {section: {name: "ab/" * 1333 + "c"}}, SETTINGS)
+    with pytest.raises(
+        RecipeError, match=rf"a name is too long for a file .recipe: {key}.: it has 300 bytes"
+    ) as refused:
+        recipe_of(values, SETTINGS)
+    assert len(str(refused.value)) < 250

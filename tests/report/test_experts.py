@@ -13,7 +13,7 @@ def test_dead_experts_are_named_and_the_busiest() -> None:
         7, ("layers.0.mlp.experts", "layers.1.mlp.experts"), ((1.0, 1.5, 0.0, 1.5), (0.5, 0.0, 0.5, 3.0))
     )
     busiest, dead = experts_sentences(record)
-    assert "Mean of 7 steps" in busiest and "number 3 of layers.1.mlp.experts, with 3.00" in busiest
+    assert "Mean of 7 steps" in busiest and "number 3 (from 0) of layers.1.mlp.experts, with 3.00" in busiest
     assert dead == "2 of 8 experts got no token: 2 of layers.0.mlp.experts, 1 of layers.1.mlp.experts."
     assert experts_section(record)["experts"] is not None
     assert experts_section(None) == {"experts": None, "experts_words": []}
