@@ -159,7 +159,7 @@ class ExpertsRecord:
     """Tokens of every expert relative to the mean of its layer.
 
     Attributes:
-        steps: of which it is the mean: those of the process that wrote the report.
+        steps: number of steps that the mean is over. The process that wrote the report made them.
         layers: names of the experts modules.
         load: a row for each of them.
     """

@@ -100,6 +100,7 @@ def loads(run: Run, result: StepResult) -> dict[str, Any]:
     if run.options.capacity is not None and result.capacity_used is not None:
         measures["load_imbalance"] = run.options.capacity.imbalance(float(result.capacity_used))
     if result.expert_load is not None:
+        known = result.expert_load.any(-1, keepdim=True)
         measures["busiest_expert"] = float(result.expert_load.max())
-        measures["dead_experts"] = int((result.expert_load == 0).sum())
+        measures["dead_experts"] = int(((result.expert_load == 0) & known).sum())
     return measures

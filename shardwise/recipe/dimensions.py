@@ -204,12 +204,12 @@ def check_dimensions(dimensions: Dimensions) -> None:
         )
     _check_latent(d)
     if d.rotates and d.head_width % 2:
-        given = d.head_dim is not None
+        has_head_dim = d.head_dim is not None
         raise RecipeError(
             "rotary position embeddings need an even head dimension",
-            where="model.head_dim" if given else "model.heads",
-            why="" if given else f"{d.width} / {d.heads} is {d.head_width}",
-            fix="use an even number" if given else "change width or heads",
+            where="model.head_dim" if has_head_dim else "model.heads",
+            why="" if has_head_dim else f"{d.width} / {d.heads} is {d.head_width}",
+            fix="use an even number" if has_head_dim else "change width or heads",
         )
     if d.experts:
         _check_experts(d)

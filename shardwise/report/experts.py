@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import quantiles
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -31,22 +31,25 @@ def experts_picture(record: ExpertsRecord, width: float = WIDE_INCHES) -> Figure
     """For each layer, the range of its experts' loads and the half of them in the middle."""
     figure = Figure(figsize=(width, 2.9), layout="constrained")
     axes = figure.subplots()
-    numbers = range(1, len(record.load) + 1)
-    quarters = [quantiles(row, n=4, method="inclusive") for row in record.load]
-    axes.vlines(numbers, [min(row) for row in record.load], [max(row) for row in record.load], color=MUTED)
-    lower, upper = [q[0] for q in quarters], [q[2] for q in quarters]
+    least, lower, upper, most = np.percentile(record.load, (0, 25, 75, 100), axis=1)
+    numbers = range(len(record.load))
+    axes.vlines(numbers, least, most, color=MUTED)
     axes.vlines(numbers, lower, upper, color=ACCENT, linewidth=4)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("layer with experts; thick: the half in the middle")
+    axes.set_xlabel("layer with experts, from 0; thick: the half in the middle")
     axes.set_ylabel("tokens / mean")
     return figure
 
 
 def experts_sentences(record: ExpertsRecord) -> Iterator[str]:
     """The busiest expert, and those without tokens."""
-    at = {(layer, e): load for layer, row in enumerate(record.load) for e, load in enumerate(row)}
+    known = [(layer, row) for layer, row in enumerate(record.load) if any(row)]
+    at = {(layer, e): load for layer, row in known for e, load in enumerate(row)}
+    if not at:
+        yield "The model does not tell which experts its tokens go to."
+        return
     layer, busiest = max(at, key=lambda pair: at[pair])
     yield (
         f"Mean of {record.steps:,} {'step' if record.steps == 1 else 'steps'}, relative to the mean of a layer: the"

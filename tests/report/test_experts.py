@@ -29,3 +29,14 @@ def test_many_dead_experts_are_counted(dead: int, more: str) -> None:
 
 def test_without_dead_experts_it_says_so() -> None:
     assert list(experts_sentences(ExpertsRecord(2, ("a",), ((0.5, 1.5),))))[1] == "Every expert got tokens."
+
+
+def test_layers_without_counts_are_not_dead_and_one_expert_has_a_picture() -> None:
+    assert "number 1 (from 0) of b" in next(
+        iter(experts_sentences(ExpertsRecord(1, ("a", "b"), ((0.0, 0.0), (0.5, 1.5)))))
+    )
+    assert "got no token" not in " ".join(
+        experts_sentences(ExpertsRecord(1, ("a", "b"), ((0.0, 0.0), (0.5, 1.5))))
+    )
+    assert len(list(experts_sentences(ExpertsRecord(1, ("a",), ((0.0, 0.0),))))) == 1
+    assert experts_section(ExpertsRecord(1, ("a",), ((1.0,),)))["experts"] is not None

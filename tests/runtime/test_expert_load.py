@@ -105,3 +105,28 @@ def test_biases_move_by_one_rate_unless_the_update_was_left_out(model: nn.Sequen
 
 def test_models_without_experts_have_no_names() -> None:
     assert experts_by_name(nn.Sequential(nn.Linear(2, 2))) == {}
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_step_after_the_first_copies_a_list_to_the_device(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would wait for the device."""
+    load = ExpertLoad(experts_by_name(model), [(model, list(model))])
+    model(torch.randn(2, 3, 16)).sum().backward()
+    first = load.relative(torch.device("cpu"))
+    monkeypatch.setattr(torch, "tensor", lambda *args, **named: pytest.fail("a list is copied"))
+    model(torch.randn(2, 3, 16)).sum().backward()
+    assert first.any() and load.relative(torch.device("cpu")).any()
+
+
+@pytest.mark.usefixtures("alone")
+def test_experts_that_are_called_otherwise_have_no_load(model: nn.Sequential) -> None:
+    """Not what the buffer happened to have."""
+    load = ExpertLoad(experts_by_name(model), [(model, list(model))])
+    for block in model:
+        block.mlp.experts.tokens_per_expert.fill_(77)  # type: ignore[union-attr]
+        block.mlp.experts.forward = lambda tokens, **named: tokens  # type: ignore[union-attr]
+        block.forward = lambda x, block=block: block.mlp.experts(x, top_k_index=None)  # type: ignore[method-assign, misc]
+    model(torch.randn(2, 3, 16, requires_grad=True)).sum().backward()
+    assert not load.relative(torch.device("cpu")).any()

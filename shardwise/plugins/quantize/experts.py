@@ -296,10 +296,10 @@ def _passes_scales(experts: Any) -> bool:
     scale = torch.cat([torch.ones(wide // 2), torch.full((wide - wide // 2,), 2.0)])
     inputs = _Inputs(experts, range(0), [], [])
     try:
-        before, after = (inputs._activations(each) for each in (product, product * scale))
+        plain, scaled = (inputs._activations(rows) for rows in (product, product * scale))
     except RuntimeError:
         return False
-    return float((2 * before - after).norm()) <= 1e-5 * float(after.norm())
+    return float((2 * plain - scaled).norm()) <= 1e-5 * float(scaled.norm())
 
 
 def _first_stack(experts: Any) -> Tensor:

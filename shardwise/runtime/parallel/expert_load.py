@@ -48,6 +48,7 @@ class ExpertLoad:
         self._rows: list[int] = []
         self._routers: list[Any] = []
         self._sums: Tensor | None = None
+        self._index: Tensor | None = None
         for model, blocks in stages:
             rows = {module: self._watch(model, name) for name, module in _experts_of(model)}
             for block in blocks:
@@ -73,7 +74,9 @@ class ExpertLoad:
             if self._sums is None:
                 shape = len(self._rows), self._experts
                 self._sums = torch.zeros(shape, dtype=torch.int64, device=counts.device)
-            self._sums[row, : len(counts)] += counts
+                # Once: the host waits for the device while a list is copied to it.
+                self._index = torch.tensor(self._rows, device=counts.device)
+            self._sums[row] += counts
 
     @property
     def balances(self) -> bool:
@@ -83,11 +86,11 @@ class ExpertLoad:
     def relative(self, device: torch.device) -> Tensor:
         """Tokens of every expert since the last call, relative to the mean of its layer: fp32 [layers, experts].
 
-        A layer without tokens is all 0. Collective.
+        A layer whose tokens are not known is all 0. Collective.
         """
         whole = torch.zeros((len(self.names), self._experts), dtype=torch.int64, device=device)
-        if self._sums is not None:
-            whole.index_copy_(0, torch.tensor(self._rows, device=device), self._sums)
+        if self._sums is not None and self._index is not None:
+            whole.index_copy_(0, self._index, self._sums)
             self._sums.zero_()
         dist.all_reduce(whole)
         mean = whole.sum(-1, keepdim=True).to(torch.float32) / self._experts
@@ -105,8 +108,10 @@ class _Count:
     """A hook without fields: compiled blocks that have it are alike."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if len(args) == ARGUMENTS:
-            counts: Tensor = module.get_buffer(COUNTS)
+        counts: Tensor = module.get_buffer(COUNTS)
+        if len(args) != ARGUMENTS:  # not called as other experts modules are: nothing is known
+            counts.zero_()
+        else:
             index = args[1].reshape(-1)
             counts.copy_(torch.zeros_like(counts).scatter_add(0, index, torch.ones_like(index)))
 
