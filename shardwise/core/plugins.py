@@ -68,6 +68,13 @@ SCHEDULES: dict[str, str] = {"pipedream": "pipeline.pipedream"}
 """Modules of values of ``pipeline_schedule``; each has a function ``passes_of`` of (live model, update, place)."""
 
 
+OBJECTIVES: dict[str, str] = {
+    **{n: f"preferences.{n}" for n in ("dpo", "ipo", "orpo", "simpo", "cpo", "kto", "reward")},
+    **{n: f"rollouts.{n}" for n in ("grpo", "rloo", "ppo")},
+}
+"""Modules of named objectives (the recipe's ``objective``); each has a function ``objective`` of the recipe."""
+
+
 CHECKPOINTING: dict[str, str] = {
     "recursive": "checkpointing.recursive",
     "sqrt": "checkpointing.sqrt",

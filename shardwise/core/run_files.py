@@ -53,6 +53,7 @@ class StepRecord:
         load_imbalance: load of the busiest rank relative to a balanced one, where a technique divides work by the data.
         busiest_expert: tokens of the busiest expert relative to the mean of its layer, the largest of all layers.
         dead_experts: experts of all layers that got no token in this step.
+        measures: of the objective, such as ``accuracy`` of preferences: means over the global batch.
     """
 
     step: Size
@@ -75,6 +76,7 @@ class StepRecord:
     load_imbalance: float | None = None
     busiest_expert: float | None = None
     dead_experts: Size | None = None
+    measures: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from shardwise.dryrun.counting import dtype_named
 from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.model.blueprint import Blueprint, batch_shapes, loss_of
+from shardwise.model.plain_passes import PlainPasses
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.flops import FlopCounter
 from shardwise.runtime.torch_private import FakeTensorMode, cast_floats
@@ -60,6 +61,7 @@ def _counted_flops(
         batch = {
             name: torch.zeros((batch_size, *shape), dtype=kind) for name, (shape, kind) in shapes.items()
         }
-        loss, _ = loss_of(blueprint, model, frozen, batch)
+        (prepared,) = PlainPasses(blueprint, model, frozen).prepared([batch])
+        loss, _ = loss_of(blueprint.minimises, blueprint, model, frozen, prepared)
         loss.backward()
     return counter.flops - counter.recomputed

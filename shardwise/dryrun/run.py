@@ -264,6 +264,8 @@ def _tag_state(run: Run, tracker: Tracker) -> None:
     tracker.tag(run.model.buffers(), "parameters")
     for frozen in run.frozen.values():
         tracker.tag([*frozen.parameters(), *frozen.buffers()], "parameters")
+    if run.first_values is not None:
+        tracker.tag(run.first_values.values, "parameters")
     tracker.tag(run.passes.weight_copies, "master_weights" if masters else "parameters")
     for state in run.optimizer.state.values():
         tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")
@@ -311,7 +313,7 @@ def _fake_batches(
     Args:
         counts: micro-batches that are run, and all. Of these, more than MOST_LISTED are one tensor of each kind.
     """
-    shapes = batch_shapes(run.blueprint, recipe.data)
+    shapes = batch_shapes(run.blueprint, recipe.data, run.objective)
     few, count = counts
     listed = min(count, max(few, MOST_LISTED))
     sizes = [strategy[MICRO_BATCH_SIZE]] * listed

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.engine.first_values import FirstValues
 from shardwise.engine.forward_backward import Sequential
 from shardwise.engine.loss_scale import loss_scale_of, norm_limit_of
 from shardwise.engine.optim import build_optimizer
@@ -63,7 +64,7 @@ def assemble(
     count = micro_batches(strategy, layout, recipe.batch_size)
     context = Context(recipe, blueprint, strategy, layout, mesh, token_group, count, depth)
     site = _site(context)
-    frozen = blueprint.minimises.frozen_models()
+    frozen = site.objective.frozen_models()
     if frozen and site.options.place is not None:
         raise RecipeError(
             "an objective with further models does not run in pipeline stages",
@@ -125,6 +126,8 @@ def materialise(site: Site, device: torch.device) -> Run:
         loss_scale_of(recipe.loss_scale if options.dtypes.loss_scaled else None, device),
         norm_limit_of(spec.clip_norm, spec.adaptive_clip, device),
         frozen,
+        site.objective,
+        FirstValues(model) if options.keeps_first_values else None,
     )
     update = WithinBackward(live) if options.update_in_backward else AfterBackward(live)
     passes = Sequential(live, update) if options.place is None else passes_of(live, update)
@@ -153,7 +156,9 @@ def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torc
     run = materialise(assemble(recipe, blueprint, strategy, dist.get_world_size(), device.type), device)
     with torch.no_grad():
         blueprint.fill(run.model, recipe.seed)
-        for role, other in blueprint.minimises.frozen_models().items():
+        for role, other in run.objective.frozen_models().items():
             other.fill(run.frozen[role], recipe.seed)
+    if run.first_values is not None:
+        run.first_values.keep()
     run.optimizer.start()
     return run

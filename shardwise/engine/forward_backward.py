@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.run import ForwardBackward, SeesLoss
@@ -24,24 +25,25 @@ class Sequential(ForwardBackward):
         self, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
     ) -> tuple[Tensor, Tensor]:
         live = self._live
-        batches = [live.local_batch(batch) for batch in batches]
         with phase("forward"):
+            batches = list(live.local_batches(self, batches))
             targets = targets_of(live, self._update, batches)
             total = torch.zeros((), dtype=torch.float64, device=live.device)
-        for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with micro_batch(index):
-                for before_micro_batch in live.options.micro_batch_hooks:
-                    before_micro_batch(last, 0)
-                with phase("forward"):
-                    loss_sum, count = live.loss(batch)
-                    total += loss_sum.detach()
-                    targets.passed(count)
-                if sees_loss is not None:
-                    sees_loss(loss_sum)
-                with phase("backward"):
-                    self._update.before_backward(total, last)
-                    (loss_sum / targets.divisor * live.loss_scale.value).backward()
+        with self._measured():
+            for index, batch in enumerate(batches):
+                last = index == len(batches) - 1
+                with micro_batch(index):
+                    for before_micro_batch in live.options.micro_batch_hooks:
+                        before_micro_batch(last, 0)
+                    with phase("forward"):
+                        loss_sum, count = live.loss(batch)
+                        total += loss_sum.detach()
+                        targets.passed(count)
+                    if sees_loss is not None:
+                        sees_loss(loss_sum)
+                    with phase("backward"):
+                        self._update.before_backward(total, last)
+                        (loss_sum / targets.divisor * live.loss_scale.value).backward()
         with phase("backward"):
             for after_backward in live.options.backward_hooks:
                 after_backward()
@@ -55,8 +57,31 @@ class Sequential(ForwardBackward):
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         live = self._live
         total = torch.zeros(2, dtype=torch.float64, device=live.device)
-        for batch in map(live.local_batch, batches):
-            loss, count = live.loss(batch)
-            total += torch.stack([loss.double(), count.double()])
+        with self._measured():
+            for batch in live.local_batches(self, batches):
+                loss, count = live.loss(batch)
+                total += torch.stack([loss.double(), count.double()])
         dist.all_reduce(total, group=live.context.token_group)
         return total
+
+    def forward_only(
+        self, batches: Sequence[Batch], function: Callable[[nn.Module, Batch], Tensor]
+    ) -> list[Tensor | None]:
+        results: list[Tensor | None] = []
+        with in_evaluation(self._live.model):
+            for index, batch in enumerate(batches):
+                with micro_batch(index):
+                    results.append(function(self._live.model, batch))
+        return results
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in evaluation mode and makes no graph."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

@@ -13,8 +13,8 @@ of means, which weighs short micro-batches too much, and dividing gradients afte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.engine.first_values import FirstValues
 from shardwise.engine.loss_scale import LossScale, NormLimit
 from shardwise.engine.optim.norm import shards_of
 from shardwise.engine.optim.optimizer import Optimizer
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, loss_of
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, TrainingObjective, loss_of
+from shardwise.model.lora import adapters_off
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.measures import Measures, collecting
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.site import Context, EngineOptions
 
@@ -59,6 +62,8 @@ class LiveModel:
 
     Attributes:
         frozen: the models that the objective reads and that are not trained, by role.
+        objective: what the run makes small.
+        first_values: of the trained parameters; None where nothing needs them.
     """
 
     context: Context
@@ -69,6 +74,8 @@ class LiveModel:
     loss_scale: LossScale
     norm_limit: NormLimit
     frozen: Mapping[str, nn.Module]
+    objective: TrainingObjective
+    first_values: FirstValues | None
 
     @property
     def recipe(self) -> Recipe:
@@ -98,17 +105,23 @@ class LiveModel:
 
     def local_batch(self, batch: Batch) -> Batch:
         """The part of a micro-batch of this rank's share that its model runs on."""
+        batch = self.objective.rows(batch)
         for transform in self.options.batch_transforms:
             batch = transform(batch)
         return batch
 
+    def local_batches(self, passes: ForwardBackward, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """``local_batch`` of all micro-batches, with what the objective needs of the whole step."""
+        local = map(self.local_batch, batches)
+        return self.objective.before_step(passes, list(local)) if self.objective.whole_step else local
+
     def loss(self, batch: Batch) -> LossSum:
         """The summed loss of a micro-batch of ``local_batch``, and its valid targets."""
-        return loss_of(self.blueprint, self.model, self.frozen, batch)
+        return loss_of(self.objective, self.blueprint, self.model, self.frozen, batch)
 
     def count(self, batch: Batch) -> Tensor:
         """The valid targets of a micro-batch of ``local_batch``."""
-        return self.blueprint.minimises.count(self.blueprint, batch)
+        return self.objective.count(self.blueprint, batch)
 
     def ranks_of(self, parameter: Tensor) -> int:
         """The number of ranks that hold the same shard of a parameter, this one included.
@@ -206,10 +219,56 @@ class OptimizerStep(ABC):
 
 
 class ForwardBackward(ABC):
-    """How the micro-batches of a step run through the model. All ranks call its methods together."""
+    """How the micro-batches of a step run through the model. All ranks call its methods together.
+
+    Attributes:
+        measures: of the last ``forward_backward`` or ``evaluate``: sum and count of every measure of the objective over
+            the global batch, fp64 [measures, 2]; None without measures.
+    """
+
+    measures: Tensor | None = None
 
     def __init__(self, live: LiveModel, update: OptimizerStep) -> None:
         self._live, self._update = live, update
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self._live.blueprint
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        return self._live.frozen
+
+    @abstractmethod
+    def forward_only(
+        self, batches: Sequence[Batch], function: Callable[[nn.Module, Batch], Tensor]
+    ) -> list[Tensor | None]:
+        """As ``ForwardOnly`` says."""
+
+    @contextmanager
+    def as_before_training(self) -> Iterator[None]:
+        """As ``ForwardOnly`` says."""
+        first = self._live.first_values
+        with adapters_off(self._live.model) if first is None else first.exchanged():
+            yield
+
+    def global_sum(self, values: Tensor) -> Tensor:
+        """As ``ForwardOnly`` says."""
+        total = values.clone()
+        dist.all_reduce(total, group=self._live.context.token_group)
+        return total
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Collect what the loss notes within the block into ``measures``."""
+        names = self._live.objective.measures
+        if not names:
+            yield
+            return
+        collected = Measures(names, self._live.device)
+        with collecting(collected):
+            yield
+        self.measures = self.global_sum(collected.sums)
 
     @property
     def weight_copies(self) -> list[Tensor]:

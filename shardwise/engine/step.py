@@ -32,6 +32,7 @@ class StepResult:
             must be run again. None without a capacity.
         expert_load: tokens of every expert relative to the mean of its layer, fp32 [layers, experts]; None without
             experts, and where ranks are not in the same step.
+        measures: sum and count of every measure of the objective, fp64 [measures, 2]; None without measures.
     """
 
     loss: Tensor
@@ -41,6 +42,7 @@ class StepResult:
     loss_scale: Tensor
     capacity_used: Tensor | None = None
     expert_load: Tensor | None = None
+    measures: Tensor | None = None
 
 
 def step(run: Run, batches: Sequence[Batch], learning_rate: float, skip: Tensor | None = None) -> StepResult:
@@ -60,7 +62,7 @@ def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
     scale = run.loss_scale.value.clone()
     norm, skipped = run.update.finish(loss)
     used, load = run.update.capacity_used, _expert_load(run, skipped)
-    return StepResult(loss, norm, skipped, tokens, scale, used, load)
+    return StepResult(loss, norm, skipped, tokens, scale, used, load, run.passes.measures)
 
 
 def _expert_load(run: Run, skipped: Tensor) -> Tensor | None:
@@ -95,8 +97,11 @@ def exceeded(run: Run) -> bool:
 
 
 def loads(run: Run, result: StepResult) -> dict[str, Any]:
-    """Measures of a load that depends on the data, as ``StepRecord`` names them. Waits for the device."""
-    measures: dict[str, Any] = {}
+    """Measures of the objective, and of a load that depends on the data, as ``StepRecord`` names them.
+
+    Waits for the device.
+    """
+    measures: dict[str, Any] = {"measures": named_measures(run, result.measures) or None}
     if run.options.capacity is not None and result.capacity_used is not None:
         measures["load_imbalance"] = run.options.capacity.imbalance(float(result.capacity_used))
     if result.expert_load is not None:
@@ -104,3 +109,11 @@ def loads(run: Run, result: StepResult) -> dict[str, Any]:
         measures["busiest_expert"] = float(result.expert_load.max())
         measures["dead_experts"] = int(((result.expert_load == 0) & known).sum())
     return measures
+
+
+def named_measures(run: Run, sums: Tensor | None) -> dict[str, float]:
+    """The means of the objective's measures by name; those without items are left out. Waits for the device."""
+    if sums is None:
+        return {}
+    pairs = zip(run.objective.measures, sums.tolist(), strict=True)
+    return {name: total / count for name, (total, count) in pairs if count}

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.stage import Stage
 from shardwise.recipe.sections import DataSpec
-from shardwise.runtime.language_loss import valid_targets
+from shardwise.runtime.language_loss import log_probabilities, valid_targets
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.parallel.tensor import TensorPlan
 from shardwise.runtime.quantization.as_parameter import StoredPacking
@@ -49,13 +50,63 @@ SampleShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of each tensor of a sample: (shape without the batch dimension, dtype)."""
 
 
+class ForwardOnly(Protocol):
+    """Runs the trained model without gradients, in any layout."""
+
+    def forward_only(
+        self, batches: Sequence[Batch], function: Callable[[nn.Module, Batch], Tensor]
+    ) -> list[Tensor | None]:
+        """``function`` of the model in evaluation mode and each micro-batch; None on ranks without the model's end."""
+
+    def as_before_training(self) -> AbstractContextManager[None]:
+        """Within it the model computes as before the first step (``strategy.reference: adapter_off``)."""
+
+    def global_sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks that see other tokens, equal on all ranks; in pipelines of the last stage's values."""
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """Of the trained model."""
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Module]:
+        """The models that are not trained, by role."""
+
+
 class TrainingObjective(ABC):
     """What a run makes small. It may read models other than the trained one.
 
     A model has a role. The *trained* one is the recipe's. The others, such as a teacher or a reference, are *frozen*:
     they are built, divided over the ranks and filled as the trained one is, in the dtype of compute. They have no
     gradients and no optimizer state, and checkpoints do not store them.
+
+    Attributes:
+        measures: names of what ``loss`` notes beside its result (``runtime/measures.py``).
+        per_token, per_sample: names of tensors that its batches have beside those of the model: [b, s], one value for
+            each token, and of other shapes.
+        whole_step: whether ``before_step`` is to be called.
     """
+
+    measures: tuple[str, ...] = ()
+    per_token: frozenset[str] = frozenset()
+    per_sample: frozenset[str] = frozenset()
+    whole_step: bool = False
+
+    def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
+        """Shapes and dtypes of one of its samples, from those of the model's own."""
+        return shapes
+
+    def rows(self, batch: Batch) -> Batch:
+        """A micro-batch of samples as rows of tokens, where a sample has several rows. It changes rows in no way."""
+        return batch
+
+    def with_reference(self, how: str | None) -> TrainingObjective:
+        """The objective under ``strategy.reference``; None is as the objective says."""
+        return self
+
+    def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches of a step with what the loss needs of all of them; called before the first pass."""
+        return batches
 
     def frozen_models(self) -> Mapping[str, Blueprint]:
         """The models that it reads and that are not trained, by role, such as ``reference``."""
@@ -81,16 +132,18 @@ class OwnLoss(TrainingObjective):
         return blueprint.loss(model, batch)
 
 
-LossOfBatch = Callable[[nn.Module, Batch], LossSum]
-"""The objective as a function of the trained model and a batch."""
-
-
-def loss_of(blueprint: Blueprint, model: nn.Module, frozen: Mapping[str, nn.Module], batch: Batch) -> LossSum:
+def loss_of(
+    objective: TrainingObjective,
+    blueprint: Blueprint,
+    model: nn.Module,
+    frozen: Mapping[str, nn.Module],
+    batch: Batch,
+) -> LossSum:
     """Run the frozen models and the trained one on a micro-batch."""
     if frozen:
         with torch.no_grad():
-            batch = blueprint.minimises.annotated(batch, frozen)
-    return blueprint.minimises.loss(blueprint, model, batch)
+            batch = objective.annotated(batch, frozen)
+    return objective.loss(blueprint, model, batch)
 
 
 class Repetition(NamedTuple):
@@ -222,6 +275,10 @@ class Blueprint(ABC):
             fix="the nearest that works is tensor_parallel: 1",
         )
 
+    def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
+        """log p of every label, 0 where it is ignored, [b, s] in fp32 (fp64 in fp64). For language models."""
+        return log_probabilities(self.logits, model, batch)
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         """Run the model on a batch and sum the loss over its valid targets."""
@@ -318,13 +375,18 @@ def token_shapes(sequence_length: int) -> SampleShapes:
     }
 
 
-def batch_shapes(blueprint: Blueprint, data: DataSpec) -> SampleShapes:
+def batch_shapes(
+    blueprint: Blueprint, data: DataSpec, objective: TrainingObjective | None = None
+) -> SampleShapes:
     """A sample as the data delivers it: the model's tensors, and positions and starts if documents are packed.
 
     How many documents share a row depends on the data; their starts are the least of a sample's bytes.
+
+    Args:
+        objective: None is the blueprint's.
     """
     shapes, length = blueprint.sample_shapes(data.sequence_length), data.sequence_length
-    if not data.packing:
-        return shapes
-    documents = -(-length // _TYPICAL)
-    return {**shapes, "positions": ((length,), torch.int64), "starts": ((documents,), torch.int32)}
+    if data.packing:
+        documents = -(-length // _TYPICAL)
+        shapes = {**shapes, "positions": ((length,), torch.int64), "starts": ((documents,), torch.int32)}
+    return (objective or blueprint.minimises).sample_shapes(shapes, data)

@@ -66,12 +66,14 @@ class AdaptedExperts(nn.Module):
         dropout: on the inputs of A, in training.
         scales: factor of B A x, by name of the adapted stack.
         packings: formats of the packed stacks, always [E, o, i], by name.
+        adapter_off: whether only the frozen stacks compute.
     """
 
     num_experts: int
     dropout: float
     scales: dict[str, float]
     packings: dict[str, StackPacking]
+    adapter_off = False
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module: Any = self
@@ -91,7 +93,7 @@ class AdaptedExperts(nn.Module):
     def _product(self, name: str, rows: Tensor, groups: RowGroups) -> Tensor:
         # While a block is compiled, or divided, its parameters are plain attributes.
         out = self._frozen_product(name, rows, groups)
-        if (scale := self.scales.get(name)) is not None:
+        if (scale := self.scales.get(name)) is not None and not self.adapter_off:
             a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
             dropped = F.dropout(rows, self.dropout, self.training)
             change = grouped_low_rank(dropped, a, b, scale, groups)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,19 @@ A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 PACKED_BASE = "packed"
 """Name of a packed weight."""
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within it every adapted layer computes what its frozen base does."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear | AdaptedExperts)]
+    for module in adapted:
+        module.adapter_off = True
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.adapter_off = False
 
 
 def is_adapter(name: str) -> bool:
@@ -108,6 +122,7 @@ class LoraLinear(FrozenLinear):
     lora_A: nn.Linear
     lora_B: nn.Linear
     lora_magnitude_vector: nn.Parameter | None
+    adapter_off = False
 
     def __init__(
         self,
@@ -130,6 +145,8 @@ class LoraLinear(FrozenLinear):
         self.register_parameter(MAGNITUDE, magnitude)
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.adapter_off:
+            return super().forward(input)
         dropped = F.dropout(input, self.dropout, self.training)
         base, thin = super().forward(input), self.lora_A(dropped)
         plain = self.lora_B.bias is None  # the scale is of the bias, too

@@ -7,6 +7,7 @@ user code.
 from __future__ import annotations
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.plugins import OBJECTIVES, require_plugin
 from shardwise.core.user_objects import GIVEN, resolve
 from shardwise.model.blueprint import Blueprint, OwnLoss, TrainingObjective
 from shardwise.recipe.sections import Recipe
@@ -42,6 +43,11 @@ def _training_objective(recipe: Recipe) -> TrainingObjective:
     spec = recipe.objective
     if spec is None:
         return OwnLoss()
+    if spec.factory is None:
+        assert spec.name is not None
+        made = require_plugin(OBJECTIVES[spec.name], f"objective: {spec.name}").objective(recipe)
+        assert isinstance(made, TrainingObjective)
+        return made
     where, function = f"objective.factory: {spec.factory}", resolve(spec.factory, "objective.factory")
     try:
         objective = function(recipe, **spec.arguments)

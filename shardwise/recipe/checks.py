@@ -17,6 +17,7 @@ from shardwise.hardware.cluster import cluster_of, parse_preset
 from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.error_messages import Complaint
 from shardwise.recipe.lr_scaling import scaled
+from shardwise.recipe.objective_checks import named_objective
 from shardwise.recipe.presets import PRESETS, dimensions_of
 from shardwise.recipe.sections import ModelSpec, Recipe, ScheduleSpec
 from shardwise.recipe.yaml_source import KeyPath, YamlDocument, describe
@@ -33,6 +34,7 @@ def contradictions(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint
     yield from _dropout(recipe.model)
     yield from _arguments(recipe.model)
     yield from _objective(recipe, document)
+    yield from named_objective(recipe, document)
     yield from _model_and_data(recipe, document)
     yield from _check_micro_batch(recipe, document)
     yield from _check_records(recipe, document)

@@ -15,6 +15,7 @@ dimensions, and `cluster.preset=8xH100-80GB` drops `device` and counts.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -63,6 +64,8 @@ REPLACES: Mapping[KeyPath, Sequence[str]] = {
     ("cluster", "device"): ("preset",),
     ("data", "source"): ("mixture",),
     ("data", "mixture"): ("source", "format", "text_key"),
+    ("objective", "name"): ("factory", "arguments"),
+    ("objective", "factory"): ("name",),
     ("steps",): ("epochs",),
     ("epochs",): ("steps",),
 }
@@ -87,7 +90,7 @@ def read_recipe(
     path: Path, overrides: Sequence[str], settings: Sequence[Setting[Any]]
 ) -> tuple[Recipe, YamlDocument]:
     """Like `load_recipe`; also returns the document, whose `where(path)` gives the file and line of a key."""
-    document = overridden(read_document(path_of(path)), overrides, REPLACES)
+    document = overridden(_with_sections(read_document(path_of(path))), overrides, REPLACES)
     return _checked_recipe(document, settings), document
 
 
@@ -102,7 +105,7 @@ def recipe_of(
     values: Mapping[str, Any], settings: Sequence[Setting[Any]] = (), overrides: Sequence[str] = ()
 ) -> Recipe:
     """A checked recipe from plain data (dicts, lists, scalars), and overrides as of ``load_recipe``."""
-    document = YamlDocument("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)})
+    document = _with_sections(YamlDocument("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)}))
     return _checked_recipe(overridden(document, overrides, REPLACES) if overrides else document, settings)
 
 
@@ -142,7 +145,7 @@ def _as_mappings(value: Any) -> Any:
 
 def _checked_recipe(document: YamlDocument, settings: Sequence[Setting[Any]]) -> Recipe:
     """The recipe of `document`, with whole paths. Raises RecipeError for its first fault."""
-    document = with_whole_paths(document, settings)
+    document = with_whole_paths(_with_sections(document), settings)
     values = {k: {} if v is None and k in (*_ALWAYS, "strategy") else v for k, v in document.values.items()}
     strategy, complaints = _parse_strategy(values.pop("strategy", {}), settings)
     values = _without_unset(values, Recipe)
@@ -156,6 +159,15 @@ def _checked_recipe(document: YamlDocument, settings: Sequence[Setting[Any]]) ->
         if not complaints:
             return recipe
     raise first_error(complaints, document)
+
+
+def _with_sections(document: YamlDocument) -> YamlDocument:
+    """The document with sections that are written as their name alone: ``objective: dpo``."""
+    name = document.values.get("objective")
+    if not isinstance(name, str):
+        return document
+    origins = {**document.origins, ("objective", "name"): document.origin(("objective",))}
+    return replace(document, values={**document.values, "objective": {"name": name}}, origins=origins)
 
 
 def _without_unset(values: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:

@@ -30,6 +30,9 @@ _PATHS: dict[KeyPath, Locate] = {
     ("cluster", "device"): lambda base, name: base.located(name) if name.endswith(OWN) else name,
     ("optimizer", "factory"): PathBase.located_module,
     ("schedule", "factory"): PathBase.located_module,
+    ("objective", "factory"): PathBase.located_module,
+    ("objective", "rewards", "*"): PathBase.located_module,
+    ("objective", "reward_model"): PathBase.located,
     ("callbacks", "*"): PathBase.located_module,
 }
 """The keys that are paths, ids or modules, with * for every item."""

@@ -15,6 +15,7 @@ from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
 from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.recipe.model_section import Dimension
 from shardwise.recipe.model_section import ModelSpec as ModelSpec
+from shardwise.recipe.objective import SAMPLES
 from shardwise.recipe.objective import ObjectiveSpec as ObjectiveSpec
 from shardwise.recipe.objective import PlanSpec as PlanSpec
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
@@ -333,6 +334,12 @@ class Recipe(Section):
     """a list of package.module:Class, called after steps, evaluations, checkpoints and events"""
     trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(words)] = ()
     """experiment trackers that get every metric and event: a list of csv, tensorboard, wandb, mlflow, trackio"""
+
+    @property
+    def samples(self) -> str:
+        """The kind of samples that it is trained on (data/opening.py)."""
+        named = self.objective.name if self.objective is not None else None
+        return SAMPLES[named] if named is not None else self.model.objective
 
     @model_validator(mode="before")
     @classmethod

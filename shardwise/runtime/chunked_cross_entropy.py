@@ -49,17 +49,21 @@ class LossHead(nn.Linear):
         self._labels: Tensor | None = None
         self._vocabulary = WHOLE_VOCABULARY
         self._loss: Tensor | None = None
+        self._per_token = False
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._labels is None:
             return super().forward(hidden)
-        self._loss = linear_cross_entropy_sum(hidden, self.weight, self.bias, self._labels, self._vocabulary)
+        function = linear_cross_entropies if self._per_token else linear_cross_entropy_sum
+        self._loss = function(hidden, self.weight, self.bias, self._labels, self._vocabulary)
         return self._loss
 
     @contextmanager
-    def against(self, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> Iterator[None]:
-        """Inside the context the layer returns the loss summed over ``labels``, a scalar."""
-        self._labels, self._vocabulary = labels, vocabulary
+    def against(
+        self, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY, per_token: bool = False
+    ) -> Iterator[None]:
+        """Inside the context the layer returns the loss summed over ``labels``, a scalar, or that of every token."""
+        self._labels, self._vocabulary, self._per_token = labels, vocabulary, per_token
         try:
             yield
         finally:
@@ -105,10 +109,29 @@ def linear_cross_entropy_sum(
     """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
     if not torch.is_grad_enabled():
-        return _sum_of_losses(rows, weight, bias, targets, vocabulary)[0]
-    ahead = rows.dtype in (torch.float32, torch.float64)
-    function = _GradientsInForward if ahead else _RecomputedLogits
-    return function.apply(rows, weight, bias, targets, vocabulary)
+        return _losses(rows, weight, bias, targets, vocabulary)[0].sum()
+    if rows.dtype in (torch.float32, torch.float64):
+        return _GradientsInForward.apply(rows, weight, bias, targets, vocabulary)
+    return _RecomputedLogits.apply(rows, weight, bias, targets, vocabulary).sum()
+
+
+def linear_cross_entropies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    vocabulary: Vocabulary = WHOLE_VOCABULARY,
+) -> Tensor:
+    """The cross-entropy of every token [n]; 0 for label -100. Arguments as above.
+
+    Every token may have another gradient, so all dtypes recompute the logits. The result is no view: FSDP2 puts a hook
+    on what a module returns.
+    """
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
+    if torch.is_grad_enabled():
+        losses: Tensor = _RecomputedLogits.apply(rows, weight, bias, targets, vocabulary)
+        return losses
+    return _losses(rows, weight, bias, targets, vocabulary)[0]
 
 
 class _GradientsInForward(torch.autograd.Function):
@@ -158,30 +181,34 @@ def _taken(ctx: Any) -> list[Tensor | None]:
 
 
 class _RecomputedLogits(torch.autograd.Function):
-    """The method for 16 bits. hidden [n, h], weight [v, h], bias [v] or None, labels [n]."""
+    """The loss of every token [n], with logits once more in the backward pass: the method for 16 bits.
+
+    hidden [n, h], weight [v, h], bias [v] or None, labels [n].
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary
     ) -> Tensor:
-        total, log_sums = _sum_of_losses(hidden, weight, bias, labels, vocabulary)
+        losses, log_sums = _losses(hidden, weight, bias, labels, vocabulary)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
         ctx.first = vocabulary.start
-        return total
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
         needed = ctx.needs_input_grad
         scale = (grads[0] * (labels != IGNORED)).unsqueeze(1)
-        to_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
+        wide = log_sums.dtype
+        to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
         to_weight = torch.empty_like(weight) if needed[1] else None
         to_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
         for part in _vocabulary_chunks(weight.shape[0]):
             logits = nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
-            gradient = logits.float().sub_(log_sums.unsqueeze(1)).exp_()
+            gradient = logits.to(wide).sub_(log_sums.unsqueeze(1)).exp_()
             index, inside = _position(labels, ctx.first + part.start, logits.shape[1])
-            gradient.scatter_add_(1, index, -inside.to(torch.float32).unsqueeze(1)).mul_(scale)
+            gradient.scatter_add_(1, index, -inside.to(wide).unsqueeze(1)).mul_(scale)
             rounded = logits.copy_(gradient)
             if to_hidden is not None:
                 to_hidden += rounded @ weight[part]
@@ -201,10 +228,13 @@ def _vocabulary_chunks(vocabulary: int) -> Iterator[slice]:
         yield slice(start, min(start + size, vocabulary))
 
 
-def _sum_of_losses(
+def _losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """(summed loss, log-sum-exp [n]), both in fp32 (fp64 for fp64). The sum over the vocabulary is a running one."""
+    """(loss of every token [n], log-sum-exp [n]), both in fp32 (fp64 for fp64).
+
+    The sum over the vocabulary is a running one.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     largest = hidden.new_full((hidden.shape[0],), -math.inf, dtype=wide)
     sums, picked = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -218,7 +248,7 @@ def _sum_of_losses(
         largest = most
         del logits, exponentials  # free them before the next chunk
     whole, picked = vocabulary.combined(sums.log() + largest, picked)
-    return ((whole - picked) * (labels != IGNORED)).sum(), whole
+    return (whole - picked) * (labels != IGNORED), whole
 
 
 def _position(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:

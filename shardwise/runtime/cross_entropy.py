@@ -18,14 +18,14 @@ from torch import Tensor
 
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
 
-__all__ = ["IGNORED", "cross_entropy_sum"]
+__all__ = ["IGNORED", "cross_entropies", "cross_entropy_sum"]
 
 LOGIT_CHUNKS = 16
 """Temporary memory is the fp32 size of the logits divided by this."""
 
 
-class _CrossEntropySum(torch.autograd.Function):
-    """Sum over valid rows of -log softmax(logits)[label]. logits [n, v], labels [n]."""
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[label] of every row, 0 where the label is ignored. logits [n, v], labels [n]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -40,7 +40,7 @@ class _CrossEntropySum(torch.autograd.Function):
             log_sums, picked = vocabulary.combined(log_sums, picked * here)
         ctx.save_for_backward(logits, index, counted, here, log_sums)
         ctx.rows, ctx.sharded = rows, vocabulary.sharded
-        return ((log_sums - picked) * counted).sum()
+        return (log_sums - picked) * counted
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -62,4 +62,10 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = W
     With a sharded ``vocabulary``, the logits are those of this rank's classes and the sum is over all classes. Returns
     a scalar in fp32 (fp64 for fp64 logits).
     """
-    return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
+    return cross_entropies(logits, labels, vocabulary).sum()
+
+
+def cross_entropies(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> Tensor:
+    """The cross-entropy of every token, of the shape of ``labels``; 0 for label -100. Arguments as above."""
+    rows: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)
+    return rows.view(labels.shape)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from shardwise.runtime.chunked_cross_entropy import loss_head
-from shardwise.runtime.cross_entropy import cross_entropy_sum
+from shardwise.runtime.cross_entropy import cross_entropies, cross_entropy_sum
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary, vocabulary_of
 
 Logits = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -40,3 +40,17 @@ def language_loss(logits_of: Logits, model: nn.Module, batch: Mapping[str, Tenso
             return token_loss(logits_of(model, *given), labels, vocabulary)
         with head.against(labels, vocabulary):
             return head.confirm(logits_of(model, *given)), valid_targets(labels)
+
+
+def log_probabilities(logits_of: Logits, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """log p of every label of a batch, 0 where the label is IGNORED: [b, s] in fp32 (fp64 in fp64).
+
+    A chunked loss computes them without whole logits.
+    """
+    labels, given = batch["labels"], (batch["input_ids"], batch.get("positions"), batch.get("starts"))
+    head, vocabulary = loss_head(model), vocabulary_of(model)
+    with vocabulary.local_logits():
+        if head is None:
+            return -cross_entropies(logits_of(model, *given), labels, vocabulary)
+        with head.against(labels, vocabulary, per_token=True):
+            return -head.confirm(logits_of(model, *given)).view(labels.shape)

@@ -36,6 +36,7 @@ from shardwise.technique.in_backward import InBackward
 from shardwise.technique.pipeline.technique import PIPELINE_PARALLEL, PipelineParallel, stages_per_rank
 from shardwise.technique.place import Stretch
 from shardwise.technique.precision import PRECISION, Precision
+from shardwise.technique.reference import Reference
 from shardwise.technique.rules import Case, Rule, Violation, violations
 from shardwise.technique.sequence import SequenceParallel
 from shardwise.technique.state_offload import StateOffloading
@@ -45,6 +46,7 @@ from shardwise.technique.zero import ZeRO
 ORDER: tuple[Technique, ...] = (
     Adapter(),
     PipelineParallel(),
+    Reference(),
     ExpertParallel(),
     TensorParallel(),
     SequenceParallel(),

@@ -166,17 +166,21 @@ class SequenceParallel(Dividing):
         if site.strategy[SEQUENCE_PARALLEL] == 1:
             return
         from shardwise.runtime.parallel.sequence import ContextParallelAttention, TokenShard, refusal
+        from shardwise.runtime.parallel.tp_collectives import TPGroup
 
         if site.view.context_parallel_obstacle:
             raise refusal(site.view.context_parallel_obstacle)
         balanced = site.strategy[SEQUENCE_METHOD] == "ring"
         context = site.context
         rank, degree = context.mesh.get_local_rank(SEQUENCE_AXIS.name), context.layout.degree(SEQUENCE_AXIS)
-        site.options.batch_transforms.append(TokenShard(rank, degree, balanced).shard_batch)
+        objective = context.blueprint.minimises
+        shard = TokenShard(rank, degree, balanced, objective.per_token, objective.per_sample)
+        site.options.batch_transforms.append(shard.shard_batch)
+        group = TPGroup.of(context.mesh.get_group(SEQUENCE_AXIS.name))
         for stage in site.view.stages:
             blocks = tuple(stage.blocks) or (stage.model,)
             packed = context.recipe.data.packing
-            ContextParallelAttention(stage.model, blocks, _attend(site, balanced), degree, packed)
+            ContextParallelAttention(stage.model, blocks, _attend(site, balanced), degree, packed, group)
 
 
 def _attend(site: Site, ring: bool) -> Attend:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise.model.blueprint import Blueprint
+    from shardwise.model.blueprint import Blueprint, TrainingObjective
     from shardwise.recipe.sections import Recipe
     from shardwise.runtime.parallel.expert_load import ExpertLoad
     from shardwise.runtime.parallel.tensor import Split
@@ -183,6 +183,8 @@ class EngineOptions:
         place: this rank's place on an axis whose ranks hold different blocks; None without such an axis.
         capacity: room of a fixed size that a step may exceed; None where nothing depends on the data.
         expert_load: what counts the tokens of experts; None for a model without experts.
+        reference: where the objective's reference is (technique/reference.py); None without one.
+        keeps_first_values: whether the trained parameters' first values are kept for it.
     """
 
     dtypes: Dtypes
@@ -198,6 +200,8 @@ class EngineOptions:
     place: Place | None = None
     capacity: Capacity | None = None
     expert_load: ExpertLoad | None = None
+    reference: str | None = None
+    keeps_first_values: bool = False
 
 
 @dataclass
@@ -247,3 +251,8 @@ class Site:
     @property
     def strategy(self) -> Strategy:
         return self.context.strategy
+
+    @property
+    def objective(self) -> TrainingObjective:
+        """What the run makes small, with its reference where the techniques put it."""
+        return self.context.blueprint.minimises.with_reference(self.options.reference)

@@ -33,7 +33,7 @@ from shardwise.engine.phase import listening
 from shardwise.engine.run import BatchSource
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.seeding import seed_step
-from shardwise.engine.step import loads, step
+from shardwise.engine.step import loads, named_measures, step
 from shardwise.engine.train_state import TrainState
 from shardwise.launch.alarm import watch
 from shardwise.launch.signals import StopRequest
@@ -204,8 +204,9 @@ class Trainer:
             self.meter.forget()
 
     def _metrics(self) -> dict[str, float]:
-        """Of the evaluation before."""
-        return {} if self.predictions is None else self.predictions.values()
+        """Of the evaluation of the run's own held-out data before."""
+        of_objective = named_measures(self.run, self.run.passes.measures)
+        return of_objective if self.predictions is None else {**of_objective, **self.predictions.values()}
 
     @staticmethod
     def _by_name(losses: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
@@ -348,7 +349,8 @@ class Trainer:
             for name in self.batches.validation_sets:
                 own = None if name else self.predictions
                 losses[name] = evaluate(self.run, self.batches.validation(name), own)
-            metrics = self._metrics()
+                if not name:
+                    metrics = self._metrics()
         if evaluates and recipe.evaluation.noise_scale:
             noise = gradient_noise(self.run, self.batches.at(self.state.position(index + 1)))
         self._finish(pending, losses, metrics, noise)

@@ -6,10 +6,12 @@ Random numbers that a user's code draws itself remain; ``draws_random_numbers`` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from shardwise.model.blueprint import Batch, LossOfBatch
+from shardwise.model.blueprint import Batch, LossSum
 from shardwise.recipe.sections import Recipe
 
 _DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -34,7 +36,7 @@ def drop_nothing(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def draws_random_numbers(loss: LossOfBatch, model: nn.Module, batch: Batch) -> bool:
+def draws_random_numbers(loss: Callable[[nn.Module, Batch], LossSum], model: nn.Module, batch: Batch) -> bool:
     """Whether the loss of a batch depends on the state of the random number generator."""
     losses = []
     for seed in range(3):

@@ -34,7 +34,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.torch_private import tree_map_only
 from shardwise.technique import Digits, digits_of
-from shardwise.verifier.reference import PlainOptimizer, clip, norm_of, reference_loss, reference_model
+from shardwise.verifier.reference import PlainOptimizer, ReferenceLoss, clip, norm_of, reference_model
 from shardwise.verifier.router_bias import PlainRouterBiases
 from shardwise.verifier.textbook import PlainLossScale, PlainNormLimit
 from shardwise.verifier.verdict import TrainedStep
@@ -94,7 +94,7 @@ class MixedPrecision:
         self.compute = COMPUTE_DTYPES[digits.compute]
         self._wide = torch.promote_types(self.compute, torch.float32)
         self._model = reference_model(blueprint, recipe.seed, self._wide).to(device)
-        self._loss = reference_loss(blueprint, recipe.seed, self.compute, device)
+        self._loss = ReferenceLoss(blueprint, recipe.seed, self.compute, device)
         if moved:
             _move(self._model, torch.finfo(self.compute).eps / 2, moved)
         self._alone, self._bits = not digits.master_weights, torch.Generator(device).manual_seed(moved)
@@ -157,6 +157,8 @@ class MixedPrecision:
         batches = [{name: tensor.to(self._device) for name, tensor in batch.items()} for batch in batches]
         divisor = self._labelled(batches)
         total, count = 0.0, 0
+        with self._autocast:
+            batches = self._loss.prepared(self._model, batches)
         for batch in batches:
             with self._autocast, _own_kernels(self._model, self._device, self.compute):
                 loss, targets = self._loss(self._model, batch)

@@ -7,7 +7,7 @@ It runs in fp32, or in fp64 if the strategy does. mixed_precision.py is its like
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
-from shardwise.model.blueprint import Batch, Blueprint, LossOfBatch, loss_of
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, loss_of
+from shardwise.model.plain_passes import PlainPasses
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
@@ -50,22 +51,31 @@ def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.M
     return model.train()
 
 
-def reference_loss(
-    blueprint: Blueprint, seed: int, dtype: torch.dtype, device: torch.device | None = None
-) -> LossOfBatch:
+class ReferenceLoss:
     """The objective as a function of the trained model and a batch; the models that it reads are in this process."""
-    frozen = {
-        role: reference_model(other, seed, dtype).to(device).eval().requires_grad_(False)
-        for role, other in blueprint.minimises.frozen_models().items()
-    }
-    return lambda model, batch: loss_of(blueprint, model, frozen, batch)
+
+    def __init__(
+        self, blueprint: Blueprint, seed: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        self._blueprint = blueprint
+        self._frozen = {
+            role: reference_model(other, seed, dtype).to(device).eval().requires_grad_(False)
+            for role, other in blueprint.minimises.frozen_models().items()
+        }
+
+    def prepared(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches of a step with what the loss needs of all of them."""
+        return PlainPasses(self._blueprint, model, self._frozen).prepared(batches)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
+        return loss_of(self._blueprint.minimises, self._blueprint, model, self._frozen, batch)
 
 
 def train_reference(
     recipe: Recipe,
     blueprint: Blueprint,
     model: nn.Module,
-    loss_function: LossOfBatch,
+    loss_function: ReferenceLoss,
     batches_of: Iterator[list[Batch]],
     scale: GradientScale,
 ) -> Iterator[ReferenceStep]:
@@ -77,7 +87,7 @@ def train_reference(
     biases = PlainRouterBiases(model)
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
-        for batch in batches:
+        for batch in loss_function.prepared(model, batches):
             loss, targets = loss_function(model, batch)
             loss.backward()
             total, count = total + loss.item(), count + int(targets)
@@ -103,7 +113,7 @@ def clip(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> None:
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=False)
 
 
-def rounds_to_fp32(loss: LossOfBatch, model: nn.Module, batch: Batch) -> bool:
+def rounds_to_fp32(loss: ReferenceLoss, model: nn.Module, batch: Batch) -> bool:
     """Whether the code of a model in fp64 rounds to fp32, as the norms of transformers' Llama do."""
     with torch.no_grad(), _Narrowing() as seen:
         loss(model, batch)

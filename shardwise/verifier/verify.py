@@ -42,9 +42,9 @@ from shardwise.verifier.dropout import draws_random_numbers, drop_nothing, witho
 from shardwise.verifier.plain_runs import END_FILE, GRADIENTS_FILE, START_FILE, read_runs, run_plain
 from shardwise.verifier.reference import (
     GradientScale,
+    ReferenceLoss,
     ReferenceStep,
     detached_parameters,
-    reference_loss,
     reference_model,
     rounds_to_fp32,
     train_reference,
@@ -125,7 +125,7 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
     dtype = torch.float64 if precision_of(strategy) == "fp64" else torch.float32
     model, loss = (
         reference_model(blueprint, recipe.seed, dtype),
-        reference_loss(blueprint, recipe.seed, dtype),
+        ReferenceLoss(blueprint, recipe.seed, dtype),
     )
 
     def batches() -> Iterator[list[Batch]]:
@@ -133,7 +133,7 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
             seed_step(recipe.seed, index, 0)
             yield data.micro_batches(index, 0, 1, strategy[MICRO_BATCH_SIZE])
 
-    first = data.micro_batches(0, 0, 1, strategy[MICRO_BATCH_SIZE])[0]
+    (first,) = loss.prepared(model, data.micro_batches(0, 0, 1, strategy[MICRO_BATCH_SIZE])[:1])
     narrow = dtype == torch.float64 and rounds_to_fp32(loss, model, first)
     random = draws_random_numbers(loss, model, first)
     scale = GradientScale()

@@ -16,7 +16,7 @@ once at the end, whatever the ZeRO stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.core.pipeline.messages import posts
 from shardwise.core.pipeline.schedule import Action, in_flight
-from shardwise.engine.forward_backward import LEAST
+from shardwise.engine.forward_backward import LEAST, in_evaluation
 from shardwise.engine.optim.norm import local
 from shardwise.engine.pass_timing import computing
 from shardwise.engine.phase import micro_batch, phase
@@ -37,6 +37,9 @@ from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, Sees
 from shardwise.model.blueprint import Batch, loss_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.pipeline.place import Pipeline
+
+OfLastStage = Callable[[nn.Module, Batch], Tensor]
+"""A function of the last stage and a batch with its hidden states as ``input_ids``."""
 
 
 class Pipelined(ForwardBackward):
@@ -55,8 +58,8 @@ class Pipelined(ForwardBackward):
         self, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
     ) -> tuple[Tensor, Tensor]:
         live = self._live
-        batches = [live.local_batch(batch) for batch in batches]
         with phase("forward"):
+            batches = list(live.local_batches(self, batches))
             tokens = live.count_targets(batches)
             total = torch.zeros((), dtype=torch.float64, device=live.device)
         order, mail = self._pipeline.order(len(batches)), self._mail(len(batches))
@@ -64,9 +67,10 @@ class Pipelined(ForwardBackward):
         step = Step(live, self._pipeline, dict(enumerate(batches)), divisors, mail)
         step.sees_loss = sees_loss
         ends = {action.stage: action for action in order if action.kind != "F"}.values()
-        for action in order:
-            with micro_batch(action.micro_batch):
-                step.do(action, action in ends)
+        with self._measured():
+            for action in order:
+                with micro_batch(action.micro_batch):
+                    step.do(action, action in ends)
         mail.close()
         self._sum_tied()
         self.most_in_flight = step.most
@@ -78,23 +82,53 @@ class Pipelined(ForwardBackward):
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         live = self._live
         total = torch.zeros(2, dtype=torch.float64, device=live.device)
+
+        def loss_sum(part: nn.Module, batch: Batch) -> Tensor:
+            return loss_of(live.objective, live.blueprint, part, {}, batch)[0]
+
+        with self._measured():
+            for batch, loss in self._passed(live.local_batches(self, batches), loss_sum):
+                if loss is not None:
+                    total += torch.stack([loss.double(), live.count(batch).double()])
+        return self.global_sum(total)
+
+    def forward_only(
+        self, batches: Sequence[Batch], function: Callable[[nn.Module, Batch], Tensor]
+    ) -> list[Tensor | None]:
+        results: list[Tensor | None] = []
+        with in_evaluation(self._live.model):
+            passed = self._passed(batches, function)
+            for index in range(len(batches)):
+                with micro_batch(index):
+                    results.append(next(passed)[1])
+            next(passed, None)  # closes the mail
+        return results
+
+    def _passed(
+        self, batches: Iterable[Batch], function: OfLastStage
+    ) -> Iterator[tuple[Batch, Tensor | None]]:
+        """Each micro-batch after its forward pass, with the function's result; None without the last stage."""
+        live = self._live
         before: Mail | None = None
-        for batch in map(live.local_batch, batches):
-            mail = self._mail(1, forward_only=True)
+        for batch in batches:
+            mail, last = self._mail(1, forward_only=True), None
             for stage, part in self._pipeline.held.items():
                 action = Action("F", stage, 0)
                 given = batch["input_ids"] if part.first else mail.receive(action, hidden_shape(live, batch))
-                result = stage_of(live, self._pipeline, stage, given, batch)
+                result = stage_of(live, self._pipeline, stage, given, batch, function)
                 if part.last:
-                    total += torch.stack([result.double(), live.count(batch).double()])
+                    last = result
                 else:
                     mail.send(action, result)
             if before is not None:
                 before.close()
             before = mail
+            yield batch, last
         if before is not None:
             before.close()
-        dist.all_reduce(total, group=live.context.token_group)
+
+    def global_sum(self, values: Tensor) -> Tensor:
+        total = super().global_sum(values)
         dist.all_reduce(total, group=self._pipeline.group)
         return total
 
@@ -137,8 +171,19 @@ def hidden_shape(live: LiveModel, batch: Batch) -> tuple[int, ...]:
     return sequences, length // live.options.sequence_shards, live.blueprint.width
 
 
-def stage_of(live: LiveModel, pipeline: Pipeline, stage: int, given: Tensor, batch: Batch) -> Tensor:
-    """The hidden states that one stage makes of ids or hidden states; of the last stage the summed loss."""
+def stage_of(
+    live: LiveModel,
+    pipeline: Pipeline,
+    stage: int,
+    given: Tensor,
+    batch: Batch,
+    function: OfLastStage | None = None,
+) -> Tensor:
+    """The hidden states that one stage makes of ids or hidden states; of the last stage the summed loss.
+
+    Args:
+        function: of the last stage and a batch with its hidden states as ``input_ids``, instead of the loss.
+    """
 
     positions = batch.get("positions")
     if (
@@ -149,7 +194,10 @@ def stage_of(live: LiveModel, pipeline: Pipeline, stage: int, given: Tensor, bat
 
     def compute(part: nn.Module, given: Tensor) -> Tensor:
         if pipeline.held[stage].last:
-            return loss_of(live.blueprint, part, {}, {**batch, "input_ids": given, **extra})[0]
+            arrived = {**batch, "input_ids": given, **extra}
+            if function is not None:
+                return function(part, arrived)
+            return loss_of(live.objective, live.blueprint, part, {}, arrived)[0]
         return live.blueprint.logits(part, given, positions, batch.get("starts"))
 
     return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, given))

@@ -68,7 +68,7 @@ class PipeDream(Pipelined):
     ) -> tuple[Tensor, Tensor]:
         if not self._begun:
             self._empty(ListedBatches([batches]), 0)
-        stream = self._stream
+        stream, self.measures = self._stream, None  # those of several steps pass at once
         assert stream is not None
         first = self._done * self._per_step
         stream.read(first + self._per_step + self._ahead)

@@ -29,7 +29,9 @@ from torch.overrides import TorchFunctionMode
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.compiled import compiled_as
 from shardwise.runtime.documents import Documents, set_sequence_ranks
+from shardwise.runtime.parallel.document_sums import set_sequence_group
 from shardwise.runtime.parallel.ring import ring_attention
+from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.runtime.parallel.ulysses import ulysses_attention
 
 Mask = Tensor | Documents | None
@@ -41,25 +43,34 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mask, float, float], Tensor]
 
 @dataclass(frozen=True)
 class TokenShard:
-    """This rank's tokens of each sequence: one contiguous part or, if balanced, chunks r and 2n-1-r of 2n."""
+    """This rank's tokens of each sequence: one contiguous part or, if balanced, chunks r and 2n-1-r of 2n.
+
+    Attributes:
+        per_token, per_sample: names of further tensors of a batch: [b, s], which are divided, and others.
+    """
 
     rank: int
     ranks: int
     balanced: bool
+    per_token: frozenset[str] = frozenset()
+    per_sample: frozenset[str] = frozenset()
 
     def shard_batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of a batch of token ids and labels, with the ``positions`` [s/n] of its tokens.
 
         Packed documents have positions [b, s/n] of their own, and keep their ``starts``.
         """
-        packed = batch.keys() == {"input_ids", "labels", "positions", "starts"}
-        if not packed and batch.keys() != {"input_ids", "labels"}:
+        own, whole = {"input_ids", "labels"}, {"starts"}
+        packed = {"positions", "starts"} <= batch.keys()
+        known = own | self.per_token | self.per_sample | ({"positions", "starts"} if packed else set())
+        if not own <= batch.keys() <= known:
             raise refusal(f"its samples hold {', '.join(sorted(batch))} instead of input_ids and labels")
-        parts = {n: tensor if n == "starts" else self.shard(tensor, 1) for n, tensor in batch.items()}
+        whole |= self.per_sample
+        parts = {n: tensor if n in whole else self.shard(tensor, 1) for n, tensor in batch.items()}
         if packed:
             return parts
-        whole = batch["input_ids"]
-        positions = torch.arange(whole.shape[1], device=whole.device)
+        ids = batch["input_ids"]
+        positions = torch.arange(ids.shape[1], device=ids.device)
         return {**parts, "positions": self.shard(positions, 0)}
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
@@ -80,6 +91,7 @@ class ContextParallelAttention:
     Attributes:
         ranks: among which the tokens of each row are divided.
         packed: whether attention may have a mask of whole rows, which keeps packed documents apart.
+        group: these ranks.
     """
 
     model: nn.Module
@@ -87,6 +99,7 @@ class ContextParallelAttention:
     attend: Attend
     ranks: int
     packed: bool
+    group: TPGroup
     _running: list[nn.Module] = field(default_factory=list)
     _met: set[nn.Module] = field(default_factory=set)
 
@@ -97,6 +110,7 @@ class ContextParallelAttention:
             block.register_forward_hook(self._leave, always_call=True)
         self.model.register_forward_hook(self._require_all)
         set_sequence_ranks(self.model, self.ranks)
+        set_sequence_group(self.model, self.group)
 
     def _enter(self, block: nn.Module, args: Any) -> None:
         self._running.append(block)

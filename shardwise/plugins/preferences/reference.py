@@ -1,0 +1,90 @@
+"""The reference of an objective: log-probabilities of the same answers by the model before training.
+
+``strategy.reference`` says where they are from (technique/reference.py): the trained model as it was, a frozen copy,
+or the samples, which have them already.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
+from shardwise.model.open import base_of
+from shardwise.plugins.preferences.documents import DocumentObjective
+from shardwise.recipe.sections import AdapterSpec, DataSpec, Recipe
+
+REFERENCE = "reference"
+"""Role of the frozen copy, and the name of its log-probabilities in a batch, fp32 or fp64 [m, units, answers]."""
+
+
+def frozen_copy(recipe: Recipe) -> Blueprint:
+    """The model before training: with the adapter that the run continues from, if there is one."""
+    spec, base = recipe.adapter, base_of(recipe)
+    quantize = "none" if recipe.objective is None else recipe.objective.reference_quantize or "none"
+    starts = spec is not None and (spec.start_from is not None or spec.loftq_iterations or base.quantized)
+    if not starts and quantize == "none":
+        return base
+    from shardwise.model.adapted import AdaptedModel
+
+    if starts and spec is not None:
+        return AdaptedModel(base, spec)
+    # New adapters change nothing: they only pack what they are on.
+    return AdaptedModel(base, AdapterSpec(rank=1, quantize=quantize))
+
+
+class ReferenceObjective(DocumentObjective):
+    """Base of objectives that compare with a reference.
+
+    Attributes:
+        how: ``adapter_off``, ``copy`` or ``precomputed``; "" where there is no reference.
+    """
+
+    per_sample = DocumentObjective.per_sample | {REFERENCE}
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.objective is not None
+        self.how = "copy" if recipe.objective.reads_reference else ""
+        self._reference = functools.cache(lambda: frozen_copy(recipe))  # shared by copies of the objective
+
+    def with_reference(self, how: str | None) -> Self:
+        changed = copy.copy(self)
+        if how is not None and self.how:
+            changed.how = how
+        return changed
+
+    @property
+    def whole_step(self) -> bool:  # type: ignore[override]
+        return self.how == "adapter_off"
+
+    def frozen_models(self) -> Mapping[str, Blueprint]:
+        return {REFERENCE: self._reference()} if self.how == "copy" else {}
+
+    def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
+        shapes = super().sample_shapes(shapes, data)
+        if self.how != "precomputed":
+            return shapes
+        (units,), _ = shapes["present"]
+        return {**shapes, REFERENCE: ((units, self.answers_per_unit), torch.float64)}
+
+    def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
+        return {**batch, REFERENCE: self.log_sums(self._reference(), frozen[REFERENCE], batch)}
+
+    def log_sums(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
+        """What is read of the reference: summed log-probabilities by unit, [m, units, answers_per_unit]."""
+        return self.answers(blueprint, model, batch).sums
+
+    def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
+        if self.how != "adapter_off":
+            return batches
+        with passes.as_before_training():
+            sums = passes.forward_only(batches, functools.partial(self.log_sums, passes.blueprint))
+        return [
+            batch if values is None else {**batch, REFERENCE: values}
+            for batch, values in zip(batches, sums, strict=True)
+        ]

@@ -1,0 +1,77 @@
+"""Checks of the recipe's `objective:` against its other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.recipe.error_messages import Complaint
+from shardwise.recipe.objective import READ, ObjectiveSpec
+from shardwise.recipe.sections import Recipe
+from shardwise.recipe.yaml_source import KeyPath, YamlDocument
+
+
+def named_objective(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
+    """Contradictions of the section, and of a named objective with the model and the data."""
+    spec = recipe.objective
+    if spec is None:
+        return
+    yield from _section(spec, document)
+    if spec.name is None:
+        return
+    path: KeyPath = ("objective", "name")
+    if recipe.model.factory is not None:
+        why = "a factory brings data of its own, and its model need not return logits"
+        yield Complaint(path, f"objective cannot be {spec.name} here", why, "give model.hf or a preset")
+    elif recipe.model.objective != "causal":
+        why = f"model.objective is {recipe.model.objective}, and {spec.name} trains a causal language model"
+        yield Complaint(path, f"objective cannot be {spec.name} here", why, "remove model.objective")
+    if recipe.data.stream_window is not None:
+        why = f"{spec.name} reads records, and only plain text is streamed"
+        yield Complaint(("data", "stream_window"), "stream_window cannot be set here", why, "remove it")
+    if recipe.data.train_on == "all":
+        why = f"{spec.name} compares answers, and their prompt is the same"
+        yield Complaint(("data", "train_on"), "train_on cannot be all here", why, "remove it")
+    plain = recipe.data.format == "text" or (recipe.data.source == "stdlib" and recipe.data.mixture is None)
+    if plain:
+        key = "format" if recipe.data.format == "text" else "source"
+        why = f"{spec.name} needs records, and this is plain text"
+        fix = "give records of prompt, chosen and rejected (docs/how-to/train-on-preferences.md)"
+        yield Complaint(("data", key), f"{key} cannot be {getattr(recipe.data, key)} here", why, fix)
+    if spec.name in ("grpo", "rloo", "ppo"):
+        yield from _rewards(recipe, spec)
+
+
+def _section(spec: ObjectiveSpec, document: YamlDocument) -> Iterator[Complaint]:
+    """The objective has one origin, and reads all of its keys."""
+    if (spec.name is None) == (spec.factory is None):
+        why = "a name and a factory are both given" if spec.name else "it has neither a name nor a factory"
+        fix = "keep one of them" if spec.name else f"for example write objective: {next(iter(READ))}"
+        yield Complaint(("objective",), "the objective is not clear", why, fix)
+        return
+    who = spec.name or "a factory"
+    for key in spec.unread:
+        readers = ", ".join(name for name, keys in READ.items() if key in keys)
+        why = f"{who} does not read it" + (f"; {readers} do" if "," in readers else f"; {readers} does")
+        yield Complaint(("objective", key), f"{key} cannot be set here", why, "remove it")
+
+
+def _rewards(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
+    """There is a reward; groups divide the batch; prompt and completion fit into a sequence."""
+    if not spec.rewards and spec.reward_model is None:
+        why = f"{spec.name} makes a reward large, and there is none"
+        fix = 'add `rewards: ["my_rewards:function"]` to objective, or reward_model'
+        yield Complaint(("objective", "rewards"), "rewards is missing", why, fix, absent=True)
+    if spec.reward_weights is not None and len(spec.reward_weights) != len(spec.rewards or ()):
+        why = f"there are {len(spec.rewards or ())} rewards and {len(spec.reward_weights)} weights"
+        yield Complaint(("objective", "reward_weights"), "every reward needs a weight", why)
+    group, length = spec.group or 1, spec.completion_length
+    if recipe.batch_size % group:
+        why = f"batch_size is {recipe.batch_size}, and every prompt has {group} completions"
+        fix = f"the nearest that works is {max(1, round(recipe.batch_size / group)) * group}"
+        yield Complaint(("batch_size",), "batch_size must be a multiple of objective.group", why, fix)
+    if group == 1 and spec.name in ("grpo", "rloo"):
+        why = f"{spec.name} compares the completions of a prompt"
+        yield Complaint(("objective", "group"), "group must be at least 2", why)
+    if length is not None and length >= recipe.data.sequence_length:
+        why = f"data.sequence_length is {recipe.data.sequence_length}, and the prompt needs a part of it"
+        yield Complaint(("objective", "completion_length"), "completion_length is too long", why, "lower it")
