@@ -81,9 +81,8 @@ class TrainingObjective(ABC):
     gradients and no optimizer state, and checkpoints do not store them.
 
     Attributes:
-        measures: names of what ``loss`` notes beside its result (``runtime/measures.py``).
-        per_token, per_sample: names of tensors that its batches have beside those of the model: [b, s], one value for
-            each token, and of other shapes.
+        measures: names of the measures that ``loss`` notes (``runtime/measures.py``).
+        per_token, per_sample: names of further tensors of its batches: [b, s], one value for each token, and others.
         whole_step: whether ``before_step`` is to be called.
     """
 

@@ -1,4 +1,4 @@
-"""Measures of a step beside its loss, such as the accuracy of preferences: means over the whole global batch.
+"""Measures of a step, such as the accuracy of preferences: means over the whole global batch.
 
 A loss notes sums and counts (``note``). The engine adds those of all micro-batches and ranks and divides once, so a
 measure does not depend on how the batch was divided. Without a collector ``note`` does nothing.

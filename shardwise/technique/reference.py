@@ -1,8 +1,8 @@
-"""Where the reference of an objective is: the model before training, whose log-probabilities the loss compares with.
+"""Where the reference of an objective is: the model before training, with whose log-probabilities the loss compares.
 
     adapter_off   the trained model itself. From new adapters: with its adapters switched off, at no bytes. From an
-                  adapter that exists, or with modules trained in full: with the first values of what is trained, which
-                  are kept and exchanged with the present ones for the pass.
+                  adapter that exists, or with modules trained in full: with the first values of the trained weights,
+                  which are kept and exchanged with the present ones for the pass.
     copy          a frozen copy of the model, divided over the ranks by the same techniques, in the dtype of compute.
     precomputed   nowhere: its log-probabilities are computed once before the first step and read with the samples.
 
@@ -18,7 +18,6 @@ from typing import Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import Wrapping
-from shardwise.technique.pipeline.technique import PIPELINE_PARALLEL, PIPELINE_SCHEDULE
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_PARALLEL
@@ -43,6 +42,10 @@ def _generates(case: Case) -> bool:
     return case.recipe.samples == "prompts"
 
 
+def _in_stages(case: Case) -> bool:
+    return case.ranks(lambda axis: axis.stages) > 1
+
+
 def _is(value: str, case: Case) -> bool:
     return reads_reference(case) and _resolved(case) == value
 
@@ -54,7 +57,7 @@ def _resolved(case: Case) -> str:
         return asked
     if case.recipe.adapter is not None:
         return "adapter_off"
-    return "precomputed" if case.strategy[PIPELINE_PARALLEL] > 1 and not _generates(case) else "copy"
+    return "precomputed" if _in_stages(case) and not _generates(case) else "copy"
 
 
 RULES: tuple[Rule, ...] = (
@@ -73,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="reference",
         reason="a pipeline cuts only the trained model, not a frozen copy",
-        broken=lambda case: _is("copy", case) and case.strategy[PIPELINE_PARALLEL] > 1,
+        broken=lambda case: _is("copy", case) and _in_stages(case),
         nearest=lambda case: {"reference": "adapter_off" if case.recipe.adapter else "precomputed"},
     ),
     Rule(
@@ -81,17 +84,6 @@ RULES: tuple[Rule, ...] = (
         reason="the completions that it would be computed for are generated in every step",
         broken=lambda case: _is("precomputed", case) and _generates(case),
         nearest=lambda case: {"reference": "adapter_off" if case.recipe.adapter else "copy"},
-    ),
-    Rule(
-        key="pipeline_schedule",
-        reason="a pass of the reference, or of all samples of a step, needs all stages in the same step",
-        broken=lambda case: (
-            case.strategy[PIPELINE_PARALLEL] > 1
-            and case.strategy[PIPELINE_SCHEDULE] == "pipedream"
-            and case.recipe.objective is not None
-            and (_is("adapter_off", case) or case.recipe.objective.needs_whole_step)
-        ),
-        nearest=lambda case: {"pipeline_schedule": "1f1b"},
     ),
     Rule(
         key="tensor_parallel",
@@ -124,7 +116,7 @@ class Reference(Wrapping):
         if not reads_reference(case):
             return ()
         with_weights = ["adapter_off"] if case.recipe.adapter is not None else []
-        if case.strategy[PIPELINE_PARALLEL] == 1 and not with_weights:
+        if not _in_stages(case) and not with_weights:
             with_weights.append("copy")
         if _generates(case):
             return with_weights
@@ -132,7 +124,8 @@ class Reference(Wrapping):
         return ["precomputed"] if repeats or not with_weights else with_weights
 
     def apply(self, site: Site) -> None:
-        case = Case(site.strategy, site.context.layout.world_size, site.context.recipe)
+        layout = site.context.layout
+        case = Case(site.strategy, layout.world_size, site.context.recipe, dict(layout.axes))
         if not reads_reference(case):
             return
         site.options.reference, adapter = _resolved(case), case.recipe.adapter

@@ -76,7 +76,7 @@ class ReferenceObjective(DocumentObjective):
         return {**batch, REFERENCE: self.log_sums(self._reference(), frozen[REFERENCE], batch)}
 
     def log_sums(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
-        """What is read of the reference: summed log-probabilities by unit, [m, units, answers_per_unit]."""
+        """Of the reference the loss reads these: summed log-probabilities by unit, [m, units, answers_per_unit]."""
         return self.answers(blueprint, model, batch).sums
 
     def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:

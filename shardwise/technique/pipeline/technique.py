@@ -31,7 +31,6 @@ from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import (
     MICRO_BATCH_SIZE,
     MOST_PASSES,
-    MOST_RANKS,
     Dividing,
     divides_world,
     divisors,
@@ -43,6 +42,11 @@ from shardwise.technique.offload import OFFLOAD
 from shardwise.technique.offload import parts as offloaded
 from shardwise.technique.pipeline.compiled import COMPILED_RULES
 from shardwise.technique.pipeline.place import PIPELINE_AXIS, Channel, Pipeline, stretch_of
+from shardwise.technique.pipeline.settings import PIPELINE_PARALLEL as PIPELINE_PARALLEL
+from shardwise.technique.pipeline.settings import PIPELINE_SCHEDULE as PIPELINE_SCHEDULE
+from shardwise.technique.pipeline.settings import PIPELINE_STAGES_PER_RANK as PIPELINE_STAGES_PER_RANK
+from shardwise.technique.pipeline.settings import PIPELINE_VERTICAL_SYNC as PIPELINE_VERTICAL_SYNC
+from shardwise.technique.pipeline.settings import stages_per_rank as stages_per_rank
 from shardwise.technique.place import Stretch
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
@@ -53,47 +57,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardwise.model.stage import Stage
-
-PIPELINE_PARALLEL: Setting[int] = Setting(
-    "pipeline_parallel",
-    default=1,
-    doc="pipeline parallelism: number of ranks among which the blocks are divided into stages",
-    kind=int,
-    minimum=1,
-    maximum=MOST_RANKS,
-)
-
-PIPELINE_SCHEDULE: Setting[str] = Setting(
-    "pipeline_schedule",
-    default="1f1b",
-    doc="pipeline schedule: one micro-batch at a time (naive); all forward passes first (gpipe); backward passes as"
-    " early as possible (1f1b); 1f1b with several stages per rank (interleaved); split backward passes that fill the"
-    " bubbles (zero_bubble). pipedream never drains the pipeline and computes gradients with stale weights: another"
-    " training than with the others",
-    choices=("1f1b", "naive", "gpipe", "interleaved", "zero_bubble", "pipedream"),
-)
-
-PIPELINE_VERTICAL_SYNC: Setting[bool] = Setting(
-    "pipeline_vertical_sync",
-    default=False,
-    doc="vertical sync with pipedream: every stage uses the weight version of the first stage for the same micro-batch;"
-    " otherwise each stage uses its newest",
-    kind=bool,
-    choices=(False, True),
-)
-
-PIPELINE_STAGES_PER_RANK: Setting[int] = Setting(
-    "pipeline_stages_per_rank",
-    default=2,
-    doc="stages per rank with the interleaved schedule (virtual pipeline stages); other schedules have one",
-    kind=int,
-    minimum=2,
-    maximum=MOST_RANKS,
-)
-
-
-def stages_per_rank(strategy: Strategy) -> int:
-    return strategy[PIPELINE_STAGES_PER_RANK] if strategy[PIPELINE_SCHEDULE] == "interleaved" else 1
 
 
 def _halved(case: Case) -> bool:
@@ -221,6 +184,12 @@ RULES: tuple[Rule, ...] = (
         reason="fp16's loss scale is one for all stages, which are not at the same step under pipedream",
         broken=lambda case: _endless(case) and case.strategy[PRECISION] == "fp16",
         nearest=lambda case: {"precision": "bf16"},
+    ),
+    Rule(
+        key="pipeline_schedule",
+        reason="a reference, and measures of a whole step, need all stages at the same step",
+        broken=lambda case: _endless(case) and case.recipe.samples != case.recipe.model.objective,
+        nearest=lambda case: {"pipeline_schedule": "1f1b"},
     ),
     Rule(
         key="pipeline_schedule",
