@@ -334,6 +334,11 @@ class Recipe(Section):
     trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(words)] = ()
     """experiment trackers that get every metric and event: a list of csv, tensorboard, wandb, mlflow, trackio"""
 
+    @property
+    def samples(self) -> str:
+        """The kind of samples that the objective is trained on (`data.opening.OPENERS`)."""
+        return self.model.objective
+
     @model_validator(mode="before")
     @classmethod
     def _without_decay(cls, values: Any) -> Any:
