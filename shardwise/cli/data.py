@@ -48,7 +48,7 @@ def command(
     console = Console(highlight=False)
     for part in asked.data.parts:
         with working(f"reading {part.source}"):
-            splits = open_splits(part, tokenizer, default_root(), objective=asked.model.objective)
+            splits = open_splits(part, tokenizer, default_root(), kind=asked.samples)
         _show_source(console, splits, tokenizer, samples)
     with working("comparing with transformers' tokenizer"):
         differences = list(tokenizer_differences(tokenizer, asked.data.tokenizer))

@@ -22,7 +22,7 @@ from torch.utils import data as torch_data
 
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError
-from shardwise.data.cache import json_hash
+from shardwise.data.cache_header import json_hash
 from shardwise.data.dataset import Dataset, Sample, Splits
 from shardwise.data.masking import Masking
 from shardwise.data.mixture import Mixture

@@ -21,7 +21,6 @@ from its start. Nothing is evicted; delete the folder at any time.
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
@@ -29,7 +28,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -41,61 +39,17 @@ import xxhash
 from shardwise.core.atomic_file import sync_folder
 from shardwise.core.errors import DataError, ResourceError
 from shardwise.core.file_hash import hash_of
+from shardwise.data.cache_header import CACHE_FORMAT, DOCUMENT, Header, json_hash, sealed, unsealed
 from shardwise.data.readers import TextPiece
 from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer, Tokens
 
-CACHE_FORMAT = 2
 T = TypeVar("T")
-
-DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
-"""`end`: position in `tokens.bin` after the document's separator. `hash`: xxh3-64 of its UTF-8 text."""
-
-EXAMPLE = np.dtype([*DOCUMENT.descr, ("first", "<u8")])
-"""A record with a completion. `hash`: of its tokens and the trained mask. `first`: position in the record of the first
-trained token that has a token before it."""
 
 _BATCH_BYTES = 1 << 22
 _BATCH_PIECES = 4096
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Header:
-    """Content of `header.json`. `source` and `tokenizer` are informative; `digest` is a hash of the data files.
-
-    `trained_tokens` is None for plain text, which has no `trained.bin`. `cursor` is that of the window after this one,
-    of a stream (`windows`). Of records alone: `chats` says whether a chat template wrote them, `untrained` counts those
-    left out because nothing in them is trained on, `divided` those in several parts, `endless` the answers after which
-    no end of a turn is trained on; `unread` names fields that neither the format nor the chat template reads.
-    """
-
-    format: int
-    source: str
-    tokenizer: str
-    dtype: str
-    tokens: int
-    documents: int
-    empty_documents: int
-    digest: str
-    trained_tokens: int | None = None
-    cursor: str | None = None
-    chats: bool = False
-    untrained: int = 0
-    divided: int = 0
-    endless: int = 0
-    unread: str = ""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each data file."""
-        plain = self.trained_tokens is None
-        sizes = {
-            "tokens.bin": self.tokens * np.dtype(self.dtype).itemsize,
-            "documents.bin": self.documents * (DOCUMENT if plain else EXAMPLE).itemsize,
-        }
-        return sizes if plain else {**sizes, "trained.bin": self.tokens}
 
 
 class TokenCache:
@@ -123,9 +77,12 @@ class TokenCache:
         return self._maps[-1]
 
     def documents(self) -> npt.NDArray[np.void]:
-        """A record of type `DOCUMENT` or `EXAMPLE` per document, read into memory (16 or 24 bytes each)."""
-        plain = self.header.trained_tokens is None
-        return np.fromfile(self.folder / "documents.bin", dtype=DOCUMENT if plain else EXAMPLE)
+        """A row per document, read into memory: 16 to 40 bytes each (`cache_header`)."""
+        return np.fromfile(self.folder / "documents.bin", dtype=self.header.row)
+
+    def document(self, start: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The tokens from `start` to `end`, and which of them the loss counts."""
+        return self.tokens[start:end].astype(np.int64), self.trained[start:end]
 
     def release(self) -> None:
         """Unmap the touched pages; they stay in the system's page cache.
@@ -171,11 +128,6 @@ def cached(
     raise ResourceError("the token cache vanished", where=str(folder), why="another process removed it")
 
 
-def json_hash(value: object) -> str:
-    """A hash of a JSON value."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
-
-
 def lock_of(folder: Path) -> Path:
     """The file that its writer locks."""
     return folder.with_name(f"{folder.name}.lock")
@@ -184,7 +136,7 @@ def lock_of(folder: Path) -> Path:
 def _complete_cache(folder: Path, verify: bool = False) -> TokenCache | None:
     """The cache in `folder`, or None if it is missing or damaged."""
     try:
-        header = _unsealed_header((folder / "header.json").read_bytes())
+        header = unsealed((folder / "header.json").read_bytes())
         if all((folder / name).stat().st_size == size for name, size in header.sizes.items()):
             if not verify or _joint_digest(hash_of(folder / name) for name in header.sizes) == header.digest:
                 return TokenCache(folder, header)
@@ -192,24 +144,6 @@ def _complete_cache(folder: Path, verify: bool = False) -> TokenCache | None:
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         pass  # missing, or not written by `_build`
     return None
-
-
-def _sealed_header(header: Header) -> bytes:
-    """The content of `header.json`: the header and its hash."""
-    defaults = {field.name: field.default for field in fields(Header)}
-    said = {key: value for key, value in asdict(header).items() if value != defaults[key]}
-    return json.dumps({**said, "xxh3_128": json_hash(said)}, indent=1).encode()
-
-
-def _unsealed_header(raw: bytes) -> Header:
-    """The header in `header.json`. Raises ValueError, TypeError, LookupError or RecursionError if it has changed."""
-    values = json.loads(raw)
-    if not isinstance(values, dict):
-        raise ValueError("the header is no JSON object")
-    header = Header(**{key: value for key, value in values.items() if key != "xxh3_128"})
-    if _sealed_header(header) != raw:
-        raise ValueError("the header does not match its hash")
-    return header
 
 
 def _joint_digest(digests: Iterable[str]) -> str:
@@ -242,7 +176,7 @@ def _build(write: Callable[[Path], Header], folder: Path) -> None:
         header = write(work)
         with _writing_cache(folder):
             with (work / "header.json").open("wb") as file:
-                file.write(_sealed_header(header))
+                file.write(sealed(header))
                 _sync(file)
             sync_folder(work)  # before the rename: a folder named KEY must be complete after a power cut too
             if folder.exists():  # damaged: `_complete_cache` refused it

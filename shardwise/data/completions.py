@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from shardwise.core.errors import DataError
 from shardwise.core.units import format_percent
-from shardwise.data.cache import TokenCache, json_hash
+from shardwise.data.cache import TokenCache
+from shardwise.data.cache_header import json_hash
 from shardwise.data.dataset import (
-    NOT_COUNTED,
     MaskedTokens,
     OpenedSource,
     Sample,
@@ -33,6 +33,7 @@ from shardwise.data.dataset import (
     TokenDataset,
     TokenIds,
     document_fields,
+    document_row,
     padding_row,
 )
 from shardwise.data.encoding import Encoder, open_record_cache
@@ -85,19 +86,10 @@ class Completions(TokenDataset):
     def sample(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        inputs = np.full(self.length, self.tokenizer.separator, np.int64)
-        labels = np.full(self.length, NOT_COUNTED, np.int64)
-        positions = np.zeros(self.length, np.int64)
-        at = 0  # where the next record begins in the sequence
-        for start, end in self._ranges(index):
-            tokens, until = self.cache.tokens[start:end].astype(np.int64), at + end - start - 1
-            inputs[at:until] = tokens[:-1]
-            labels[at:until] = np.where(self.cache.trained[start + 1 : end], tokens[1:], NOT_COUNTED)
-            positions[at:until] = np.arange(until - at)
-            at = until
-        positions[at:] = np.arange(self.length - at)  # the padding is a document of its own
-        sample = {"input_ids": inputs, "labels": labels}
-        return {**sample, **document_fields(positions)} if self.packed else sample
+        documents = [self.cache.document(start, end) for start, end in self._ranges(index)]
+        row = document_row(documents, self.length, self.tokenizer.separator)
+        sample = {"input_ids": row["input_ids"], "labels": row["labels"]}
+        return {**sample, **document_fields(row["positions"])} if self.packed else sample
 
     def padding(self) -> Sample:
         return padding_row(self.length, self.tokenizer.separator, self.packed)

@@ -108,12 +108,14 @@ class TokenDataset(Dataset):
         cache: holds the tokens.
         length: of `input_ids`.
         from_records: whether it is made of records with completions, and not of plain text.
+        names: of the documents of a record, where they have some.
     """
 
     tokenizer: Tokenizer
     cache: TokenCache
     length: int
     from_records = False
+    names: Sequence[str] = ()
 
     @property
     def chats(self) -> bool:
@@ -172,7 +174,7 @@ class OpenedSource:
     Attributes:
         format: of its records (`formats`).
         root: the folder of token caches.
-        objective: the recipe's ``model.objective``.
+        kind: of samples (``opening.OPENERS``).
         verify: compare the content of the token cache with its digest.
     """
 
@@ -181,7 +183,7 @@ class OpenedSource:
     format: str
     tokenizer: Tokenizer
     root: Path
-    objective: str = "causal"
+    kind: str = "causal"
     verify: bool = False
 
 
@@ -201,6 +203,32 @@ class Splits(Generic[D]):
     held_out: D
     fingerprint: str
     sentences: Callable[[], list[str]] = list
+
+
+Document = tuple[TokenIds, npt.NDArray[np.bool_]]
+"""The tokens of a document and its trained mask, both [n + 1] for n inputs."""
+
+
+def document_row(documents: Sequence[Document], length: int, separator: int) -> dict[str, TokenIds]:
+    """Documents one after the other in a sequence, whose rest is separators without targets.
+
+    Returns:
+        `input_ids` and `labels`; `positions` of each token in its document, of which the padding is one; `document`,
+        its number, 0 in the padding. All [length].
+    """
+    inputs = np.full(length, separator, np.int64)
+    labels = np.full(length, NOT_COUNTED, np.int64)
+    positions, numbers = np.zeros(length, np.int64), np.zeros(length, np.int64)
+    at = 0
+    for number, (tokens, trained) in enumerate(documents):
+        until = at + len(tokens) - 1
+        inputs[at:until] = tokens[:-1]
+        labels[at:until] = np.where(trained[1:], tokens[1:], NOT_COUNTED)
+        positions[at:until] = np.arange(until - at)
+        numbers[at:until] = number
+        at = until
+    positions[at:] = np.arange(length - at)
+    return {"input_ids": inputs, "labels": labels, "positions": positions, "document": numbers}
 
 
 def document_fields(positions: TokenIds) -> Sample:

@@ -5,7 +5,8 @@ character of it is in a trained span; so a token that crosses the border of prom
 of an assistant's tokens follows the same rule.
 
 The completion follows the prompt directly. The end-of-text token comes last and is trained on, so the model learns to
-stop. A chat begins and ends as its template says. Any other record begins with the tokenizer's `begin`, if it has one.
+stop; a completion that has it already gets no second one. A chat begins and ends as its template says. Any other record
+begins with the tokenizer's `begin`, if it has one.
 
 Under `data.too_long: split`, a chat that is longer than a sequence is divided between two exchanges. Each part begins
 with the system turn. An exchange that is too long alone is cut like any other record (`completions`).
@@ -23,12 +24,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from shardwise.core.errors import DataError
-from shardwise.data.cache import CACHE_FORMAT, EXAMPLE, Header, TokenCache, cached, data_files
+from shardwise.data.cache import TokenCache, cached, data_files
+from shardwise.data.cache_header import CACHE_FORMAT, EXAMPLE, Header
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.formats import KEYS, TEXT_KEYS, Chat, Completed, Example, example_of
 from shardwise.data.readers import Record
@@ -38,10 +41,12 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
 
-ENCODING_VERSION = 2
+ENCODING_VERSION = 3
 """Of the rules in this file and in `chat`: another version encodes some records otherwise."""
 
 _RECORDS_AT_A_TIME = 1024
+_PERHAPS_CHATS = ("prompt", "preference", "unpaired")
+"""Formats of chats or texts."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,19 @@ class Encoded:
 
     Attributes:
         endless: how many of its trained answers do not end with a token that ends a turn.
+        shared, value: of preferences (`cache_header.PREFERENCE`).
     """
 
     tokens: list[int]
     trained: list[bool]
     endless: int = 0
+    shared: int = 0
+    value: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A text with its trained spans; `ends` adds the end-of-text token, which is trained on."""
+    """A text with its trained spans; `ends` adds the end-of-text token, which is trained on if a span is."""
 
     text: str
     spans: tuple[TextSpan, ...]
@@ -80,7 +88,11 @@ class Encoder:
         chats: whether a record so far was a chat.
         keys: the fields of a record that it reads, or that the template reads.
         unread: names of fields, and of keys of turns as `turn.KEY`, that no record so far had a reader for.
+        documents: number of documents of a record that is not divided.
+        row: type of a document's row in the cache.
     """
+
+    documents, row = 1, EXAMPLE
 
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer, pairs: bool = False) -> None:
         self.format, self.tokenizer, self.template = name, tokenizer, tokenizer.chat
@@ -90,7 +102,7 @@ class Encoder:
         reads: frozenset[str] = frozenset()
         if name != "alpaca" and self.template is not None:
             # A prompt may be a chat, but a template that does not compile matters only to chats.
-            with suppress(DataError) if name == "prompt" else nullcontext():
+            with suppress(DataError) if name in _PERHAPS_CHATS else nullcontext():
                 reads = self.template.variables
         self.keys = KEYS[name] | reads
         self.unread: set[str] = set()
@@ -112,6 +124,10 @@ class Encoder:
             raise DataError("nothing to train on", where=record.where, why=why)
         return encoded.tokens, encoded.trained
 
+    def facts(self) -> dict[str, Any]:
+        """What the records so far add to the header of the cache."""
+        return {}
+
     def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
         """The parts of each record, in order. Parts in which nothing is trained on are left out.
 
@@ -132,12 +148,17 @@ class Encoder:
 
     def _example(self, record: Record) -> Example:
         example = example_of(record, self.format)
+        self._note(example, record, TEXT_KEYS[self.format])
+        return example
+
+    def _note(self, example: Example, record: Record, read: frozenset[str]) -> None:
+        """Note what is unread of a record, of which a text reads the fields `read`. Raises DataError."""
         if isinstance(example, Chat):
             self.chats = True
             if self._pairs:
                 why = "an encoder-decoder takes a prompt and a completion as texts"
                 raise DataError("a chat under the seq2seq objective", where=record.where, why=why)
-            self.unread |= self._template().unread(example)
+            self.unread |= require_template(self.tokenizer).unread(example)
             if self._all:
                 self.unread |= {
                     f"turn.{turn.weight_key}"
@@ -146,19 +167,7 @@ class Encoder:
                 }
         else:
             present = {key for key, value in record.fields.items() if value not in (None, "", [])}
-            self.unread |= present - TEXT_KEYS[self.format]
-        return example
-
-    def _template(self) -> ChatTemplate:
-        """The tokenizer's chat template. Raises DataError if there is none."""
-        if self.template is None:
-            raise DataError(
-                f"tokenizer '{self.tokenizer.name}' has no chat template",
-                where="data.tokenizer",
-                why="the records are chats",
-                fix="put chat_template.jinja next to it, or give prompt and completion",
-            )
-        return self.template
+            self.unread |= present - read
 
     def _encoded(self, examples: Sequence[Example], origins: Sequence[str]) -> list[Encoded]:
         if self._pairs:
@@ -177,9 +186,9 @@ class Encoder:
                 ids, mask = next(tokenized)
                 tokens += ids
                 trained += mask
-                if text.ends:
+                if text.ends and ids[-1:] != [self.tokenizer.separator]:
                     tokens.append(self.tokenizer.separator)
-                    trained.append(True)
+                    trained.append(bool(text.spans))
             if self._all:
                 trained = [True] * len(tokens)
             encoded.append(Encoded(tokens, trained, sum(text.endless for text in parts)))
@@ -187,12 +196,14 @@ class Encoder:
 
     def _texts(self, example: Example, where: str) -> Iterator[_Text]:
         if isinstance(example, Completed):
-            for prompt, completion in example.pairs:
-                yield _Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), ends=True)
+            for number, (prompt, completion) in enumerate(example.pairs):
+                spans = ((len(prompt), len(prompt) + len(completion)),)
+                trained = not example.only_last or number == len(example.pairs) - 1
+                yield _Text(prompt + completion, spans if trained else (), ends=True)
         elif self._all:
-            yield _Text(self._template().checked(example, where, self._today), ())
+            yield _Text(require_template(self.tokenizer).checked(example, where, self._today), ())
         else:
-            written = self._template().written(example, where, self._today)
+            written = require_template(self.tokenizer).written(example, where, self._today)
             yield _Text(written.text, written.trained, endless=written.endless)
 
     def _framed(self, example: Example) -> Encoded:
@@ -229,6 +240,18 @@ def _exchanges(turns: Sequence[Turn]) -> list[list[Turn]]:
     return exchanges
 
 
+def require_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """The tokenizer's chat template. Raises DataError if there is none."""
+    if tokenizer.chat is None:
+        raise DataError(
+            f"tokenizer '{tokenizer.name}' has no chat template",
+            where="data.tokenizer",
+            why="the records are chats",
+            fix="put chat_template.jinja next to it, or give prompt and completion",
+        )
+    return tokenizer.chat
+
+
 # -- the token cache of records
 
 
@@ -259,14 +282,15 @@ def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
                 parts += encoded
                 records += 1
                 untrained += not encoded
-                divided += len(encoded) > 1
+                divided += len(encoded) > encoder.documents
             rows = []
             for part in parts:
                 end += len(part.tokens)
-                rows.append((end, _hash_of(part), part.trained.index(True, 1)))
+                row = (end, _hash_of(part), part.trained.index(True, 1), part.shared, part.value)
+                rows.append(row[: len(encoder.row.fields or ())])
             tokens = np.fromiter(itertools.chain.from_iterable(part.tokens for part in parts), dtype)
             trained = np.fromiter(itertools.chain.from_iterable(part.trained for part in parts), np.bool_)
-            outputs.append(tokens, np.array(rows, EXAMPLE), trained)
+            outputs.append(tokens, np.array(rows, encoder.row), trained)
             documents += len(parts)
             trained_tokens += int(trained.sum())
             endless += sum(part.endless for part in parts)
@@ -289,6 +313,7 @@ def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
         untrained=untrained,
         divided=divided,
         endless=endless,
+        **encoder.facts(),
         unread=", ".join(sorted(encoder.unread | (source.fields() - encoder.keys))),
     )
 

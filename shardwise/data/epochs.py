@@ -36,7 +36,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     tokenizer = tokenizer_of(recipe.data)
     sequences = 0
     for spec in recipe.data.parts:
-        splits = open_splits(spec, tokenizer, default_root(), objective=recipe.model.objective)
+        splits = open_splits(spec, tokenizer, default_root(), kind=recipe.samples)
         sequences += len(splits.train)
     steps = steps_of_epochs(recipe.epochs, sequences, recipe.batch_size)
     counted = recipe.model_copy(update={"steps": steps, "epochs": None})

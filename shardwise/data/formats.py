@@ -6,9 +6,12 @@
     sharegpt   conversations: from and value           a chat
     prompt     prompt, completion                      a prompt and its completion, or a chat if both are lists of turns
     alpaca     instruction, output, perhaps input      a prompt of Stanford Alpaca's wording, and its completion
+    preference chosen, rejected, perhaps prompt        two completions of a prompt (see `preference_formats`)
+    unpaired   one of the above with a label           a prompt, its completion, and whether that is desirable
 
-`auto` checks the fields of the source's first record in this order. A record with the text key is text. Every record
-must have this format; the first one that differs ends the run with its position.
+`auto` checks the fields of the source's first record in this order. A record with the text key is text. Samples of
+preferences take the last two first, and prompts alone need no completion. Every record must have this format; the first
+one that differs ends the run with its position.
 
 The turns of a chat are parsed in `turns`. A record may list its `tools`; its `system` is the first turn. The template
 gets those further fields of the record that it reads as variables, and all in `chat_template_kwargs`. Alpaca's `system`
@@ -40,16 +43,35 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "sharegpt": ("conversations",),
     "prompt": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "preference": ("chosen", "rejected"),
 }
+PROMPT_FIELDS: Mapping[str, str] = {
+    "prompt": "prompt", "messages": "messages", "sharegpt": "conversations", "alpaca": "instruction",
+}  # fmt: skip
+"""The field with the prompt, where a completion is not needed."""
+LABELS = ("label", "kto_tag")
+"""Fields that say whether a completion is desirable; the second is LLaMA-Factory's."""
 _CHAT = ("tools", "functions", "system", "chat_template_kwargs")
+_OWN: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages", *_CHAT),
+    "sharegpt": ("conversations", *_CHAT),
+    "prompt": ("prompt", "completion", *_CHAT),
+    "alpaca": ("instruction", "input", "output", "system", "history"),
+}
 KEYS: Mapping[str, frozenset[str]] = {
-    "messages": frozenset(("messages", *_CHAT)),
-    "sharegpt": frozenset(("conversations", *_CHAT)),
-    "prompt": frozenset(("prompt", "completion", *_CHAT)),
-    "alpaca": frozenset(("instruction", "input", "output", "system", "history")),
+    **{name: frozenset(keys) for name, keys in _OWN.items()},
+    "preference": frozenset(
+        ("chosen", "rejected", "margin", "prompt", "messages", "conversations")
+        + ("instruction", "input", "history", *_CHAT)
+    ),
+    "unpaired": frozenset((*LABELS, *(key for keys in _OWN.values() for key in keys))),
 }
 """The fields that each format reads itself. A chat template may read further ones."""
-TEXT_KEYS: Mapping[str, frozenset[str]] = {**KEYS, "prompt": frozenset(_NEEDED["prompt"])}
+TEXT_KEYS: Mapping[str, frozenset[str]] = {
+    **KEYS,
+    "prompt": frozenset(_NEEDED["prompt"]),
+    "preference": frozenset(("prompt", "chosen", "rejected", "margin")),
+}
 """The fields that a record without turns reads: a prompt in one text has no room for a system turn or for tools."""
 
 _ALPACA = (
@@ -69,9 +91,14 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Prompts, which may be empty, each with its completion, which must not be empty; one after the other."""
+    """Prompts, which may be empty, each with its completion, which must not be empty; one after the other.
+
+    Attributes:
+        only_last: whether the last completion alone is trained on.
+    """
 
     pairs: tuple[tuple[str, str], ...]
+    only_last: bool = False
 
     @property
     def prompt(self) -> str:
@@ -86,13 +113,16 @@ class Completed:
 Example = Completed | Chat
 
 
-def format_of(spec: DataSpec, source: Source) -> str:
+def format_of(spec: DataSpec, source: Source, kind: str = "causal") -> str:
     """The format of a source's records: the one in the recipe, or the detected one.
+
+    Args:
+        kind: of samples (`opening.OPENERS`).
 
     Raises:
         DataError: the recipe asks for completions, and the source is plain text.
     """
-    name = spec.format if spec.format != "auto" else _detected(source.fields(), spec.text_key)
+    name = spec.format if spec.format != "auto" else _detected(source.fields(), spec.text_key, kind)
     if name == "text" and spec.train_on == "completion":
         raise DataError(
             "no completions in the data source",
@@ -100,7 +130,8 @@ def format_of(spec: DataSpec, source: Source) -> str:
             why="its records are plain text, and data.train_on is completion",
             fix=f"give records of {', '.join(_NEEDED)}, or leave that key out",
         )
-    without = {"cut": (), "drop": ("text",), "split": ("text", "alpaca")}[spec.too_long]
+    unsplit = ("text", "alpaca", "preference", "unpaired")
+    without = {"cut": (), "drop": ("text",), "split": unsplit}[spec.too_long]
     if name in without:
         why = f"its records are {'plain text' if name == 'text' else f'of the format {name}'}"
         what = f"data.too_long: {spec.too_long} does not apply to this source"
@@ -109,10 +140,18 @@ def format_of(spec: DataSpec, source: Source) -> str:
     return name
 
 
-def _detected(fields: frozenset[str], text_key: str) -> str:
-    if text_key in fields:
-        return "text"
-    return next((name for name, needed in _NEEDED.items() if fields.issuperset(needed)), "text")
+def _detected(fields: frozenset[str], text_key: str, kind: str) -> str:
+    formats = [name for name, needed in _NEEDED.items() if fields.issuperset(needed)]
+    if kind == "prompts" and (opened := [name for name, key in PROMPT_FIELDS.items() if key in fields]):
+        return opened[0]
+    if kind == "unpaired" and formats and fields.intersection(LABELS):
+        return "unpaired"
+    preferred = kind in ("pairs", "unpaired") or formats[:1] == [
+        "sharegpt"
+    ]  # its turns may be the prompt of pairs
+    if "preference" in formats and preferred:
+        return "preference"
+    return "text" if text_key in fields or not formats else formats[0]
 
 
 def example_of(record: Record, name: str) -> Example:
@@ -122,20 +161,13 @@ def example_of(record: Record, name: str) -> Example:
         DataError: the record does not have this format, or has nothing to complete.
     """
     fields, where = record.fields, record.where
-    missing = [key for key in _NEEDED[name] if fields.get(key) is None]
-    if missing:
-        raise DataError(
-            f"no '{missing[0]}'",
-            where=where,
-            why=f"data.format is {name}, and the record has {', '.join(fields) or 'nothing'}",
-            fix=f"give every record {' and '.join(_NEEDED[name])}, or name its data.format",
-        )
+    require_fields(record, name)
     if name == "messages":
-        return _chat(record, name, turns_of(fields, "messages", ("role", "content"), where))
+        return chat_of(record, name, turns_of(fields, "messages", ("role", "content"), where))
     if name == "sharegpt":
-        return _chat(record, name, turns_of(fields, "conversations", ("from", "value"), where))
+        return chat_of(record, name, turns_of(fields, "conversations", ("from", "value"), where))
     if name == "alpaca":
-        return _alpaca(fields, where)
+        return alpaca_of(fields, where)
     if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
         return _conversation(record)
     prompt, completion = (text_in(fields[key], key, where) for key in ("prompt", "completion"))
@@ -143,8 +175,24 @@ def example_of(record: Record, name: str) -> Example:
     return Completed(((prompt, completion),))
 
 
-def _alpaca(fields: Mapping[str, object], where: str) -> Completed:
-    """Stanford Alpaca's wording; LLaMA-Factory's `system` replaces its first sentences, `history` follows them."""
+def require_fields(record: Record, name: str) -> None:
+    """Raises DataError if the record has not all fields that its format needs."""
+    missing = [key for key in _NEEDED[name] if record.fields.get(key) is None]
+    if missing:
+        raise DataError(
+            f"no '{missing[0]}'",
+            where=record.where,
+            why=f"data.format is {name}, and the record has {', '.join(record.fields) or 'nothing'}",
+            fix=f"give every record {' and '.join(_NEEDED[name])}, or name its data.format",
+        )
+
+
+def alpaca_of(fields: Mapping[str, object], where: str, output: str = "output") -> Completed:
+    """Stanford Alpaca's wording; LLaMA-Factory's `system` replaces its first sentences, `history` follows them.
+
+    Args:
+        output: the field with the completion.
+    """
     system, extra = (text_in(fields.get(key) or "", key, where) for key in ("system", "input"))
     history = parsed_json(fields.get("history") or [])  # of CSV: JSON text
     pairs = history if isinstance(history, list) else [history]
@@ -162,7 +210,7 @@ def _alpaca(fields: Mapping[str, object], where: str) -> Completed:
         )
     instruction = said(fields["instruction"], "instruction", where)
     question = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "")
-    texts.append((f"{question}### Response:\n", said(fields["output"], "output", where)))
+    texts.append((f"{question}### Response:\n", said(fields[output], output, where)))
     first, *later = texts
     return Completed(
         ((opening + first[0], first[1]), *((f"\n\n{prompt}", answer) for prompt, answer in later))
@@ -172,8 +220,12 @@ def _alpaca(fields: Mapping[str, object], where: str) -> Completed:
 # -- chats
 
 
-def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
-    """A chat with the record's system turn, checked for its order."""
+def chat_of(record: Record, name: str, turns: tuple[Turn, ...], last: str | None = None) -> Chat:
+    """A chat with the record's system turn, checked for its order.
+
+    Args:
+        last: the field with the last turns.
+    """
     fields, where = record.fields, record.where
     if system := text_in(fields.get("system") or "", "system", where):
         if turns[0].role in ("system", "developer") and turns[0].text != system:
@@ -181,7 +233,7 @@ def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
             raise DataError("two system turns", where=f"{where}: system", why=why, fix="keep one of them")
         if turns[0].role not in ("system", "developer"):
             turns = (Turn("system", system), *turns)
-    require_order(turns, _NEEDED[name][-1], where)
+    require_order(turns, last or _NEEDED[name][-1], where)
     own = KEYS[name]
     variables = {key: value for key, value in fields.items() if key not in own and value is not None}
     tools = tools_in(fields.get("tools"), where)
@@ -205,4 +257,4 @@ def _conversation(record: Record) -> Chat:
     prompt = turns_of(record.fields, "prompt", ("role", "content"), record.where)
     before = [replace(turn, trained=False) for turn in prompt]
     completion = turns_of(record.fields, "completion", ("role", "content"), record.where)
-    return _chat(record, "prompt", (*before, *completion))
+    return chat_of(record, "prompt", (*before, *completion))

@@ -5,7 +5,7 @@ It needs no torch, so the command line checks and shows data before torch is loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,13 @@ from shardwise.data.completions import open_completions
 from shardwise.data.dataset import OpenedSource, Splits, TokenDataset
 from shardwise.data.formats import format_of
 from shardwise.data.pairs import open_pairs
+from shardwise.data.preferences import open_preferences
+from shardwise.data.prompts import open_prompts
 from shardwise.data.sources import open_source
 from shardwise.data.streaming import open_stream
 from shardwise.data.text import open_text
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.data.unpaired import open_unpaired
 from shardwise.recipe.sections import DataSpec, Recipe
 
 Opener = Callable[[OpenedSource], Splits[TokenDataset]]
@@ -28,8 +31,11 @@ OPENERS: Mapping[tuple[str, str], Opener] = {
     ("masked", "text"): open_text,
     **{("causal", name): open_completions for name in ("messages", "sharegpt", "prompt", "alpaca")},
     **{("seq2seq", name): open_pairs for name in ("prompt", "alpaca")},
+    ("pairs", "preference"): open_preferences,
+    **{("unpaired", name): open_unpaired for name in ("unpaired", "preference")},
+    **{("prompts", name): open_prompts for name in ("messages", "sharegpt", "prompt", "alpaca")},
 }
-"""What makes the samples of an objective from records of a format."""
+"""What makes the samples of a kind from records of a format."""
 
 STREAMED: Mapping[tuple[str, str], Opener] = {
     ("causal", "text"): open_stream,
@@ -38,45 +44,61 @@ STREAMED: Mapping[tuple[str, str], Opener] = {
 """The same under ``data.stream_window``."""
 
 
+_NEEDS: Mapping[str, str] = {
+    "pairs": "pairs: chosen and rejected, perhaps prompt",
+    "unpaired": "completions with a label, or pairs",
+    "prompts": "prompts",
+}
+"""What records must have for the kinds of samples of preferences and rollouts."""
+
+
 def tokenizer_of(spec: DataSpec) -> Tokenizer:
     """The recipe's tokenizer. Raises DataError."""
     return open_tokenizer(spec.tokenizer, spec.begin)
 
 
 def open_splits(
-    spec: DataSpec, tokenizer: Tokenizer, root: Path, verify: bool = False, objective: str = "causal"
+    spec: DataSpec, tokenizer: Tokenizer, root: Path, verify: bool = False, kind: str = "causal"
 ) -> Splits[TokenDataset]:
-    """The training and held-out samples of a source for the recipe's ``model.objective``.
+    """The training and held-out samples of a source.
 
     Args:
+        kind: of samples: the recipe's ``samples``.
         root: the folder of token caches.
         verify: compare the content of the token cache with its digest.
 
     Raises:
-        DataError: the source is malformed, does not suit the objective, or is shorter than one sequence.
+        DataError: the source is malformed, does not suit the kind, or is shorter than one sequence.
         ResourceError: the cache cannot be written.
     """
     streamed = spec.stream_window is not None
     source = open_source(spec.source, spec.text_key, streamed)
-    name = format_of(spec, source)
-    opener = (STREAMED if streamed else OPENERS).get((objective, name))
+    name = format_of(spec, source, kind)
+    opener = (STREAMED if streamed else OPENERS).get((kind, name))
     if opener is None:
-        raise _unsuitable(spec, name, objective)
-    return opener(OpenedSource(spec, source, name, tokenizer, root, objective, verify))
+        raise _unsuitable(spec, name, kind)
+    return opener(OpenedSource(spec, source, name, tokenizer, root, kind, verify))
 
 
-def _unsuitable(spec: DataSpec, name: str, objective: str) -> DataError:
-    """The error for records of a format that an objective, or a stream, has no samples of."""
+def _unsuitable(spec: DataSpec, name: str, kind: str) -> DataError:
+    """The error for records of a format that a kind, or a stream, has no samples of."""
+    why, fix = f"its records are of the format {name}", ""
     if spec.stream_window is not None:
         what = "only plain text is streamed"
         fix = "remove data.stream_window, or write data.format: text"
-    elif objective == "masked":
+    elif kind in _NEEDS:
+        what = f"the recipe's objective needs {_NEEDS[kind]}"
+        fix = "give such records, or leave objective out"
+    elif name in ("preference", "unpaired"):
+        what = f"the {kind} objective needs one text or completion per record"
+        why, fix = "these are preferences", f"set objective: {'dpo' if name == 'preference' else 'kto'}"
+    elif kind == "masked":
         what = "the masked objective needs plain text"
         fix = "give text, or name the field with it in data.text_key"
     else:
-        what = f"the {objective} objective needs prompts and completions"
+        what = f"the {kind} objective needs prompts and completions"
         fix = "give records with prompt and completion, or instruction and output"
-    return DataError(what, where=spec.source, why=f"its records are of the format {name}", fix=fix)
+    return DataError(what, where=spec.source, why=why, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -95,18 +117,32 @@ class OpenedSources:
 
 def open_sources(recipe: Recipe, root: Path, verify: bool = False) -> OpenedSources:
     """Open everything that a recipe reads. Raises as ``open_splits``."""
-    tokenizer, objective = tokenizer_of(recipe.data), recipe.model.objective
+    tokenizer, kind = tokenizer_of(recipe.data), recipe.samples
 
     def opened(spec: DataSpec) -> Splits[TokenDataset]:
-        return open_splits(spec, tokenizer, root, verify, objective)
+        return open_splits(spec, tokenizer, root, verify, kind)
 
     parts = [opened(spec) for spec in recipe.data.parts]
+    _require_alike(parts)
     alone = {"mixture": None, "held_out": 0.0, "format": "auto"}
     sets = {
         name: opened(recipe.data.model_copy(update={**alone, "source": source}))
         for name, source in recipe.evaluation.sets.items()
     }
     return OpenedSources(tokenizer, parts, sets)
+
+
+def _require_alike(parts: Sequence[Splits[TokenDataset]]) -> None:
+    """Raises DataError if the samples of a mixture's sources do not stack."""
+    names = [frozenset(part.train.padding()) for part in parts]
+    for number, own in enumerate(names):
+        if own != names[0]:
+            raise DataError(
+                "the sources of a mixture have different samples",
+                where=f"data.mixture[{number}]",
+                why=f"only some have {', '.join(sorted(own ^ names[0]))}",
+                fix="give all of them the same fields",
+            )
 
 
 def check_data(recipe: Recipe) -> list[str]:

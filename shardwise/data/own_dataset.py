@@ -16,7 +16,7 @@ import xxhash
 from torch.utils import data as torch_data
 
 from shardwise.core.errors import DataError
-from shardwise.data.cache import json_hash
+from shardwise.data.cache_header import json_hash
 from shardwise.data.dataset import Dataset, Sample, Splits
 from shardwise.model.blueprint import PADDING, Batch
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.core.errors import DataError
-from shardwise.data.cache import TokenCache, json_hash
+from shardwise.data.cache import TokenCache
+from shardwise.data.cache_header import json_hash
 from shardwise.data.completions import held_out_records
 from shardwise.data.dataset import (
     NOT_COUNTED,

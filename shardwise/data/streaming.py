@@ -29,17 +29,8 @@ import xxhash
 
 from shardwise.core.errors import DataError, ShardwiseError
 from shardwise.core.units import format_percent
-from shardwise.data.cache import (
-    CACHE_FORMAT,
-    DOCUMENT,
-    Header,
-    TokenCache,
-    cached,
-    data_files,
-    grouped,
-    json_hash,
-    lock_of,
-)
+from shardwise.data.cache import TokenCache, cached, data_files, grouped, lock_of
+from shardwise.data.cache_header import CACHE_FORMAT, DOCUMENT, Header, json_hash
 from shardwise.data.dataset import MaskedTokens, OpenedSource, Sample, Splits, TokenDataset, padding_row
 from shardwise.data.source import SourcePosition
 from shardwise.data.text import PlainText, Stream, document_starts, require_maskable
@@ -168,7 +159,7 @@ class StreamedText(TokenDataset):
                 cache.tokens, np.zeros(1, np.int64), np.array([self._size + 1]), self.length
             )
             starts = document_starts(cache) if self._opened.spec.packing else None
-            self._open[number] = PlainText(stream, cache, self.tokenizer, starts, self._opened.objective)
+            self._open[number] = PlainText(stream, cache, self.tokenizer, starts, self._opened.kind)
             self._forget(number)
             self._write_ahead(number + 1)
         return self._open[number]

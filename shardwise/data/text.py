@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.core.errors import DataError
-from shardwise.data.cache import TokenCache, json_hash, open_cache
+from shardwise.data.cache import TokenCache, open_cache
+from shardwise.data.cache_header import json_hash
 from shardwise.data.dataset import (
     NOT_COUNTED,
     MaskedTokens,
@@ -216,13 +217,11 @@ def open_text(opened: OpenedSource) -> Splits[PlainText]:
             fix="give more data or a smaller data.sequence_length",
         )
     starts = document_starts(cache) if spec.packing else None
-    train, held_out = (PlainText(stream, cache, tokenizer, starts, opened.objective) for stream in streams)
+    train, held_out = (PlainText(stream, cache, tokenizer, starts, opened.kind) for stream in streams)
 
     def sentences() -> list[str]:
         trained = (
-            "every token is trained on"
-            if opened.objective == "causal"
-            else "each step hides 15 % of its tokens"
+            "every token is trained on" if opened.kind == "causal" else "each step hides 15 % of its tokens"
         )
         packed = "packed: no document sees another, and its first token is not trained on"
         return [
@@ -244,5 +243,5 @@ def document_starts(cache: TokenCache) -> TokenIds:
 
 def require_maskable(opened: OpenedSource) -> None:
     """Raise DataError if the objective hides tokens, and the tokenizer has no mask token."""
-    if opened.objective == "masked":
+    if opened.kind == "masked":
         mask_token(opened.tokenizer)

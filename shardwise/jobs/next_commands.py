@@ -60,4 +60,7 @@ def trained_on_chats(recipe: Recipe) -> bool:
     if recipe.data.stream_window is not None:
         return False
     parts = [(part, tokenizer_of(part)) for part in recipe.data.parts]
-    return any(open_splits(part, tokenizer, default_root()).train.chats for part, tokenizer in parts)
+    return any(
+        open_splits(part, tokenizer, default_root(), kind=recipe.samples).train.chats
+        for part, tokenizer in parts
+    )

@@ -35,7 +35,9 @@ class MixtureSpec(Section):
     """as data.source"""
     weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """share of the sequences of every 1,024, relative to the other weights"""
-    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
+    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca", "preference", "unpaired"] = (
+        "auto"
+    )
     """as data.format"""
     text_key: RecipeText | None = None
     """as data.text_key; null is that"""
@@ -62,9 +64,12 @@ class DataSpec(Section):
     """fraction of the documents held out for the validation loss"""
     text_key: RecipeText = "text"
     """field of a jsonl or parquet record with the text"""
-    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
+    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca", "preference", "unpaired"] = (
+        "auto"
+    )
     """format of a record: text; prompt and completion; chat messages; ShareGPT conversations; Alpaca's
-    instruction, input and output. auto decides by the fields of the first record"""
+    instruction, input and output; preference (chosen, rejected, perhaps prompt); unpaired (prompt, completion, label).
+    auto decides by the fields of the first record, and by the objective"""
     train_on: Literal["completion", "all"] | None = None
     """tokens of a record that the loss counts: completion (of a chat, the assistant's turns) or all; null is all for
     text and completion for other formats"""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardwise.data.cache import DOCUMENT
+from shardwise.data.cache_header import DOCUMENT
 from shardwise.data.text import Stream, split_text
 
 

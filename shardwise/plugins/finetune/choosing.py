@@ -138,7 +138,7 @@ def shape_of(
     tokenizer = tokenizer_of(spec)
     if format_of(spec, open_source(source, spec.text_key)) == "text":
         return _shape_of_text(spec, tokenizer, objective)
-    train = open_splits(spec, tokenizer, default_root(), objective=objective).train
+    train = open_splits(spec, tokenizer, default_root(), kind=objective).train
     tokens = train.lengths()
     length = _rounded(tokens.longest, limit)
     if tokens.completion is not None:
@@ -153,7 +153,7 @@ def shape_of(
 def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[SequenceShape, int]:
     """Sequences as long as the limit, and shorter ones if the text is short."""
     shortest = spec.model_copy(update={"sequence_length": 1})  # so that no text is too short to be opened
-    train = open_splits(shortest, tokenizer, default_root(), objective=objective).train
+    train = open_splits(shortest, tokenizer, default_root(), kind=objective).train
     tokens = train.cache.header.tokens
     length = min(
         spec.sequence_length,

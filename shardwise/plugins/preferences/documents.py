@@ -58,7 +58,7 @@ class DocumentObjective(TrainingObjective):
     """
 
     per_token = frozenset({"document", "counted"})
-    per_sample = frozenset({"present"})
+    per_sample = frozenset({"present", "margin"})
     answers_per_unit = 1
 
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:

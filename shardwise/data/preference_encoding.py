@@ -1,0 +1,116 @@
+"""From a record of preferences to its documents: the tokens and the trained mask of each.
+
+A document is a prompt with one completion, rendered and tokenized as a whole like any other record (`encoding`). The
+documents of a pair differ after the prompt alone: what comes before the first trained token is the same in both. A
+token that crosses the border of a text's prompt and completion may begin earlier in one of them. Then both are trained
+on from where they differ, so their log-probabilities are of the same prompt. A chat whose prompt the template writes in
+two ways is refused.
+
+A pair whose two documents are equal trains nothing. So does one of which a side has no trained token. Both are left out
+and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.core.errors import DataError
+from shardwise.data.cache_header import PREFERENCE
+from shardwise.data.encoding import Encoded, Encoder
+from shardwise.data.formats import Chat
+from shardwise.data.preference_formats import Preference, labelled_of, preference_of, shared_length
+from shardwise.data.readers import Record
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.recipe.sections import DataSpec
+
+
+class PairEncoder(Encoder):
+    """Tokenizes records of `preference`: a chosen document, then the rejected one.
+
+    Attributes:
+        equal: number of records so far that were left out because both are the same.
+        margins: whether the records have a margin; None before the first one.
+    """
+
+    documents, row = 2, PREFERENCE
+
+    def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
+        super().__init__(spec, "preference", tokenizer)
+        self.equal = 0
+        self.margins: bool | None = None
+
+    def facts(self) -> dict[str, Any]:
+        return {"preferences": True, "equal": self.equal, "margins": bool(self.margins)}
+
+    def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
+        pairs = [self._pair(record) for record in records]
+        examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
+        encoded = iter(self._encoded(examples, [record.where for record in records for _ in range(2)]))
+        for record, pair, chosen, rejected in zip(records, pairs, encoded, encoded, strict=False):
+            if chosen.tokens == rejected.tokens:
+                self.equal += 1
+                yield []
+            elif any(chosen.trained[1:]) and any(rejected.trained[1:]):
+                yield list(_aligned(chosen, rejected, pair, record.where))
+            else:
+                yield []
+
+    def _pair(self, record: Record) -> Preference:
+        pair = preference_of(record)
+        for example in (pair.chosen, pair.rejected):
+            self._note(example, record, pair.read)
+        given = pair.margin is not None
+        if self.margins is None:
+            self.margins = given
+        elif given != self.margins:
+            have = ("the records before have none", "the records before have one")[self.margins]
+            what = "a 'margin'" if given else "no 'margin'"
+            raise DataError(what, where=record.where, why=have, fix="give every record a margin, or none")
+        return pair
+
+
+def _aligned(chosen: Encoded, rejected: Encoded, pair: Preference, where: str) -> tuple[Encoded, Encoded]:
+    """Both documents, trained on from the same token."""
+    shared = shared_length(chosen.tokens, rejected.tokens)
+    first = min(side.trained.index(True) for side in (chosen, rejected))
+    if isinstance(pair.chosen, Chat):
+        if shared < first:
+            raise DataError(
+                "the chat template writes the prompt in two ways",
+                where=where,
+                why=f"the tokens of chosen and rejected differ from token {shared}, before their answers",
+                fix="end both after an answer to the same turns",
+            )
+    else:
+        first = min(first, shared)
+        chosen, rejected = (replace(side, trained=_from(side.trained, first)) for side in (chosen, rejected))
+    value = pair.margin or 0.0
+    return replace(chosen, shared=shared, value=value), replace(rejected, shared=shared, value=value)
+
+
+def _from(trained: list[bool], first: int) -> list[bool]:
+    """A trained mask that begins at a token at the latest."""
+    own = trained.index(True)
+    return trained[:first] + [True] * (own - first) + trained[own:]
+
+
+class LabelEncoder(Encoder):
+    """Tokenizes records of `unpaired`."""
+
+    row = PREFERENCE
+
+    def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
+        super().__init__(spec, "unpaired", tokenizer)
+
+    def facts(self) -> dict[str, Any]:
+        return {"preferences": True}
+
+    def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
+        labelled = [labelled_of(record) for record in records]
+        for record, one in zip(records, labelled, strict=True):
+            self._note(one.example, record, one.read)
+        encoded = self._encoded([one.example for one in labelled], [record.where for record in records])
+        for one, document in zip(labelled, encoded, strict=True):
+            yield [replace(document, value=float(one.desirable))] if any(document.trained[1:]) else []

@@ -1,0 +1,208 @@
+"""Records of preferences: two completions of a prompt, the better one first, or one completion with a label.
+
+`preference` has `chosen` and `rejected`, and the prompt in one of these ways. A completion of a conversation is a list
+of turns, one turn, or the text of the assistant's one.
+
+    prompt                          a text, of completions that are texts; else turns, or the text of a user's turn
+    none                            chosen and rejected begin with it: their common turns, or their common text
+    conversations, messages         turns, with a completion each (LLaMA-Factory)
+    instruction, perhaps input      Alpaca's wording, of completions that are texts (LLaMA-Factory)
+
+The common text is cut back before its last blank, so that no word is divided. Completions may repeat the turns of
+`prompt` (UltraFeedback). `margin` is a number that says by how much the chosen one is better.
+
+`unpaired` is a record of another format with `label`, or `kto_tag`: true if its last answer is desirable.
+
+Only the completions are trained on; of a conversation, the assistant's turns in them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.core.errors import DataError
+from shardwise.data.formats import (
+    LABELS,
+    PROMPT_FIELDS,
+    TEXT_KEYS,
+    Chat,
+    Completed,
+    Example,
+    alpaca_of,
+    chat_of,
+    example_of,
+    require_fields,
+)
+from shardwise.data.readers import Record, json_kind
+from shardwise.data.turns import Turn, parsed_json, require_words, text_in, turns_of
+
+SIDES = ("chosen", "rejected")
+_ROLE_KEYS = ("role", "content")
+_BLANK = re.compile(r"\s(?=\S*$)")
+"""The last blank of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two completions of one prompt. `read` names the fields that a text reads."""
+
+    chosen: Example
+    rejected: Example
+    margin: float | None
+    read: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A completion, and whether it is desirable. `read` names the fields that a text reads."""
+
+    example: Example
+    desirable: bool
+    read: frozenset[str]
+
+
+def preference_of(record: Record) -> Preference:
+    """Parse a record of the format `preference`. Raises DataError if it is none."""
+    require_fields(record, "preference")
+    fields, where = record.fields, record.where
+    read = TEXT_KEYS["preference"]
+    if all(isinstance(fields[key], str) for key in SIDES) and not _turns_before(fields):
+        if fields.get("instruction") is not None:
+            read |= TEXT_KEYS["alpaca"] - {"output"}
+            chosen, rejected = (replace(alpaca_of(fields, where, key), only_last=True) for key in SIDES)
+        else:
+            chosen, rejected = _texts(fields, where)
+        return Preference(chosen, rejected, _margin(fields, where), read)
+    return Preference(*_chats(record), _margin(fields, where), read)
+
+
+def labelled_of(record: Record) -> Labelled:
+    """Parse a record of the format `unpaired`. Raises DataError if it is none."""
+    fields, where = record.fields, record.where
+    key = next((key for key in LABELS if fields.get(key) is not None), None)
+    if key is None:
+        why = f"data.format is unpaired, and the record has {', '.join(fields) or 'nothing'}"
+        raise DataError("no 'label'", where=where, why=why, fix="say whether each completion is desirable")
+    value = fields[key]
+    label = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())  # CSV has texts
+    if label is None:
+        what, why = f"'{key}' is {value!r}", "a completion is desirable or it is not"
+        raise DataError(what, where=where, why=why, fix="write true or false")
+    bare = Record({name: value for name, value in fields.items() if name not in LABELS}, where)
+    name = next((name for name, field in PROMPT_FIELDS.items() if fields.get(field) is not None), "prompt")
+    example = example_of(bare, name)
+    if isinstance(example, Completed):
+        return Labelled(replace(example, only_last=True), label, TEXT_KEYS[name] | set(LABELS))
+    if name != "prompt":  # a prompt says itself where the completion begins
+        last = len(example.turns) - 1
+        turns = (replace(turn, trained=turn.trained and n == last) for n, turn in enumerate(example.turns))
+        example = replace(example, turns=tuple(turns))
+    return Labelled(example, label, TEXT_KEYS[name])
+
+
+def _margin(fields: Mapping[str, object], where: str) -> float | None:
+    value = parsed_json(fields.get("margin"))  # of CSV: a text
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError("'margin' is not a number", where=where, why=f"it is {value!r}", fix="write a number")
+    return float(value)
+
+
+# -- texts
+
+
+def _texts(fields: Mapping[str, object], where: str) -> tuple[Completed, Completed]:
+    chosen, rejected = (text_in(fields[key], key, where) for key in SIDES)
+    if fields.get("prompt") is None:
+        at = _border(chosen, rejected)
+        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+    else:
+        prompt = text_in(fields["prompt"], "prompt", where)
+    for key, completion in zip(SIDES, (chosen, rejected), strict=True):
+        require_words(completion, key, where)
+    return Completed(((prompt, chosen),)), Completed(((prompt, rejected),))
+
+
+def _border(chosen: str, rejected: str) -> int:
+    """Length of the prompt that two texts begin with. It leaves both a completion with a word."""
+    shortest = min(len(text.rstrip()) for text in (chosen, rejected))
+    common = chosen[: max(0, min(shared_length(chosen, rejected), shortest - 1))]
+    blank = _BLANK.search(common)
+    return blank.start() if blank else len(common)
+
+
+# -- conversations
+
+
+def _turns_before(fields: Mapping[str, object]) -> str | None:
+    """The field with the turns before the completions; None if they have the prompt themselves, or it is a text."""
+    names = [name for name in ("prompt", "conversations", "messages") if fields.get(name) is not None]
+    if not names or (names[0] == "prompt" and not isinstance(fields["prompt"], list)):
+        return None
+    return names[0]
+
+
+def _chats(record: Record) -> tuple[Chat, Chat]:
+    fields, where = record.fields, record.where
+    sides = [_answer(fields, key, where) for key in SIDES]
+    name = _turns_before(fields)
+    if name != "prompt" and all(side[0].role != "assistant" for side in sides):
+        name = None  # UltraFeedback's messages are those of chosen
+    if name is not None:
+        prompt = turns_of(fields, name, _ROLE_KEYS, where)
+        repeated = all(side[: len(prompt)] == prompt for side in sides)
+    else:
+        prompt = _common(*sides)
+        repeated = True
+        if fields.get("prompt") is not None:
+            text = text_in(fields["prompt"], "prompt", where)
+            if all(side[0].role == "assistant" for side in sides):
+                prompt, repeated = (Turn("user", text),), False
+            elif text.strip() not in [turn.text.strip() for turn in prompt]:
+                raise DataError(
+                    "'prompt' is not a turn that chosen and rejected begin with",
+                    where=where,
+                    why="a prompt that is a text is the first turn of both, or both have the answer alone",
+                    fix="correct it, or leave 'prompt' out",
+                )
+    if not prompt:
+        raise DataError(
+            "chosen and rejected have no prompt in common",
+            where=where,
+            why="there is no 'prompt', and their first turns differ",
+            fix="begin both with the same turns, or give 'prompt'",
+        )
+    before = [replace(turn, trained=False) for turn in prompt]
+    chosen, rejected = (
+        chat_of(record, "preference", (*before, *(side[len(prompt) :] if repeated else side)), key)
+        for key, side in zip(SIDES, sides, strict=True)
+    )
+    return chosen, rejected
+
+
+def _answer(fields: Mapping[str, object], key: str, where: str) -> tuple[Turn, ...]:
+    """The turns of a completion, which may begin with those of the prompt."""
+    value = fields[key]
+    if isinstance(value, str):
+        require_words(text_in(value, key, where), key, where)
+        return (Turn("assistant", value),)
+    if isinstance(value, dict):
+        return turns_of({key: [value]}, key, _ROLE_KEYS, where)
+    if not isinstance(value, list):
+        why = f"it is of type {json_kind(value)}"
+        raise DataError(f"'{key}' is neither text nor turns", where=where, why=why, fix="write one of them")
+    return turns_of(fields, key, _ROLE_KEYS, where)
+
+
+def _common(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The turns that both begin with. They leave both a turn."""
+    return tuple(chosen[: min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)])
+
+
+def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Number of items that two sequences begin with alike."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,343 @@
+"""Pairs of preferences as samples: two documents with the same prompt, the chosen one first.
+
+Padded, a sample is one pair: a row for each document. Packed, it is a sequence of several pairs (`packing.best_fit` by
+the length of both documents), whose documents attention keeps apart. A pair is never divided.
+
+    padded   input_ids, labels, counted [2, s]; present [1]
+    packed   input_ids, labels, counted, positions, document [s]; starts [documents]; present [pairs]
+
+`counted` is 1 at one target of each pair, the first trained one of its chosen document, so its sum is the number of
+pairs. `document` is 2k for the chosen and 2k + 1 for the rejected document of pair k. `present` is 1 for a pair and 0
+for padding. If the records have margins, `margin` fp32 is next to it.
+
+A document that is too long is cut: padded, to a sequence; packed, so that both documents fit into one. Then neither has
+less than half of it, unless it is shorter. Left out are pairs of which a document would train nothing after the cut,
+and pairs whose documents would be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.core.errors import DataError
+from shardwise.core.units import format_percent
+from shardwise.data.cache import TokenCache
+from shardwise.data.cache_header import Header, json_hash
+from shardwise.data.completions import MOSTLY_PADDING, held_out_records
+from shardwise.data.dataset import (
+    Document,
+    MaskedTokens,
+    OpenedSource,
+    Sample,
+    Splits,
+    TokenDataset,
+    TokenIds,
+    document_fields,
+    document_row,
+    padding_row,
+)
+from shardwise.data.encoding import Encoder, open_record_cache
+from shardwise.data.packing import best_fit
+from shardwise.data.preference_encoding import PairEncoder
+from shardwise.data.preference_formats import SIDES
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.recipe.sections import DataSpec
+
+
+@dataclass(frozen=True)
+class Preferences(TokenDataset):
+    """Pairs of one side of the split.
+
+    Attributes:
+        cache: the cache with their tokens.
+        encoder: wrote the cache.
+        starts, ends: range of the chosen and the rejected document in the cache, cut, [pairs, 2].
+        firsts: position of the first trained target in each document, [pairs, 2].
+        margins: fp32 [pairs], or None.
+        cut: whether a document of a pair is cut, [pairs].
+        order: numbers of the pairs by sample, [pairs].
+        offsets: start of each sample in `order`, [samples + 1].
+        length: tokens of a row.
+        packed: whether several pairs share a row.
+    """
+
+    cache: TokenCache
+    encoder: Encoder
+    starts: TokenIds
+    ends: TokenIds
+    firsts: TokenIds
+    margins: npt.NDArray[np.float32] | None
+    cut: npt.NDArray[np.bool_]
+    order: TokenIds
+    offsets: TokenIds
+    length: int
+    packed: bool
+
+    from_records = True
+    names = SIDES
+
+    @property
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
+        return self.encoder.tokenizer
+
+    @property
+    def chats(self) -> bool:
+        return self.cache.header.chats
+
+    @property
+    def fill(self) -> Mapping[str, int]:
+        return {**super().fill, "present": 0, "margin": 0}
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def members(self, index: int) -> TokenIds:
+        """The numbers of the pairs of a sample, in their order in it."""
+        return self.order[self.offsets[index] : self.offsets[index + 1]]
+
+    def sample(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        pairs = self.members(index)
+        documents = [self._document(pair, side) for pair in pairs for side in (0, 1)]
+        separator = self.tokenizer.separator
+        if self.packed:
+            row = document_row(documents, self.length, separator)
+            sizes = (self.ends - self.starts)[pairs].ravel() - 1
+            begins = np.cumsum(sizes) - sizes  # of each document in the row
+            row["counted"] = np.zeros(self.length, np.int64)
+            row["counted"][begins[::2] + self.firsts[pairs, 0] - 1] = 1
+            row = {**row, **document_fields(row["positions"])}
+        else:
+            rows = [document_row([document], self.length, separator) for document in documents]
+            row = {name: np.stack([one[name] for one in rows]) for name in ("input_ids", "labels")}
+            row["counted"] = np.zeros((2, self.length), np.int64)
+            row["counted"][0, self.firsts[pairs, 0] - 1] = 1
+        return {**row, **self._of_pairs(np.ones(len(pairs), np.int64), pairs)}
+
+    def padding(self) -> Sample:
+        row = padding_row(self.length, self.tokenizer.separator, self.packed)
+        nothing = np.zeros(self.length, np.int64)
+        if self.packed:
+            row = {**row, "document": nothing, "counted": nothing}
+        else:
+            row = {name: np.stack([values, values]) for name, values in {**row, "counted": nothing}.items()}
+        return {**row, **self._of_pairs(np.zeros(1, np.int64), None)}
+
+    def _of_pairs(self, present: TokenIds, pairs: TokenIds | None) -> Sample:
+        """The arrays with one value per pair."""
+        if self.margins is None:
+            return {"present": present}
+        margins = np.zeros(len(present), np.float32) if pairs is None else self.margins[pairs]
+        return {"present": present, "margin": margins}
+
+    def _document(self, pair: int, side: int) -> Document:
+        return self.cache.document(int(self.starts[pair, side]), int(self.ends[pair, side]))
+
+    def filled(self, index: int) -> int:
+        pairs = self.members(index)
+        return int((self.ends[pairs] - self.starts[pairs] - 1).sum())
+
+    def text(self, index: int) -> str:
+        documents = (self._document(pair, side)[0] for pair in self.members(index) for side in (0, 1))
+        return "\n".join(self.tokenizer.decode(tokens.tolist()) for tokens in documents)
+
+    # -- pairs, in the order of the source
+
+    @property
+    def records(self) -> int:
+        return len(self.starts)
+
+    def record(self, index: int) -> tuple[list[int], list[bool]]:
+        """The chosen document."""
+        tokens, trained = self._document(index, 0)
+        return tokens.tolist(), trained.tolist()
+
+    def documents(self, index: int) -> list[MaskedTokens]:
+        return [masked_tokens(self._document(index, side)) for side in (0, 1)]
+
+    def note(self, index: int) -> str:
+        words = [] if self.margins is None else [f"margin {self.margins[index]:g}"]
+        return ", ".join(words + ["cut at its end"] * bool(self.cut[index]))
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens that have a token before them."""
+        return int((self.ends - self.starts - 1).sum())
+
+    @property
+    def trained_targets(self) -> int:
+        """Number of those that the loss counts."""
+        ranges = zip(self.starts.ravel().tolist(), self.ends.ravel().tolist(), strict=True)
+        return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
+
+
+def masked_tokens(document: Document) -> MaskedTokens:
+    """A document's tokens, each with whether it is a trained target."""
+    tokens, trained = document
+    pairs = zip(tokens.tolist(), trained.tolist(), strict=True)
+    return [(token, counted and at > 0) for at, (token, counted) in enumerate(pairs)]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """How many records or pairs are not trained on: `long` under data.too_long: drop, the others because of the cut."""
+
+    long: int = 0
+    untrained: int = 0
+    equal: int = 0
+
+
+def open_preferences(opened: OpenedSource) -> Splits[Preferences]:
+    """Pairs through the token cache. Raises DataError if none fits into a row."""
+    spec = opened.spec
+    require_completions(spec)
+    encoder = PairEncoder(spec, opened.tokenizer)
+    cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
+    train, held_out, left_out = divide_preferences(cache, encoder, spec)
+    if not len(train):
+        raise DataError(
+            "no pair within a sequence",
+            where=spec.source,
+            why=f"none of {cache.header.documents // 2:,} pairs has trained tokens in both documents among those"
+            f" that fit into {spec.sequence_length:,}",
+            fix="raise data.sequence_length",
+        )
+    parts = [cache.header.digest, spec.sequence_length, spec.held_out, "pairs", spec.packing, spec.too_long]
+    return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, left_out, spec))
+
+
+def require_completions(spec: DataSpec) -> None:
+    """Raises DataError if all of a record would be trained on."""
+    if spec.train_on == "all":
+        raise DataError(
+            "data.train_on cannot be all for preferences",
+            where=spec.source,
+            why="the log-probabilities are those of the completions, given the prompt",
+            fix="remove that key",
+        )
+
+
+def rows_of_records(
+    cache: TokenCache, documents: int
+) -> tuple[npt.NDArray[np.void], TokenIds, npt.NDArray[np.uint64]]:
+    """The rows and the starts of the documents of a cache, both [records, documents], and a hash of each record."""
+    rows = cache.documents().reshape(-1, documents)
+    ends = rows["end"].astype(np.int64).ravel()
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64).reshape(-1, documents)
+    hashes = rows["hash"][:, 0]
+    for other in rows["hash"].T[1:]:  # rotated, so that the order counts
+        hashes = (hashes << np.uint64(1) | hashes >> np.uint64(63)) ^ other
+    return rows, starts, hashes
+
+
+def divide_preferences(
+    cache: TokenCache, encoder: Encoder, spec: DataSpec
+) -> tuple[Preferences, Preferences, LeftOut]:
+    """(training pairs, held-out pairs, what is left out) of a cache that a PairEncoder wrote."""
+    length = spec.sequence_length
+    rows, starts, hashes = rows_of_records(cache, 2)
+    whole = rows["end"].astype(np.int64) - starts - 1  # inputs of each document
+    room = sharing(whole, length) if spec.packing else np.minimum(whole, length)
+    firsts = rows["first"].astype(np.int64)
+    cut = np.any(room < whole, axis=1)
+    untrained = np.any(firsts > room, axis=1)
+    equal = ~untrained & (room[:, 0] == room[:, 1]) & (room[:, 0] < rows["shared"][:, 0])
+    if spec.too_long == "drop":
+        fits, left_out = ~cut, LeftOut(long=int(cut.sum()))
+    else:
+        fits, left_out = ~untrained & ~equal, LeftOut(0, int(untrained.sum()), int(equal.sum()))
+    is_held_out = held_out_records(hashes[fits], spec.held_out)
+    margins = rows["value"][:, 0].astype(np.float32) if cache.header.margins else None
+
+    def side(mask: npt.NDArray[np.bool_]) -> Preferences:
+        first = starts[fits][mask]
+        last = first + room[fits][mask] + 1  # n + 1 tokens are n inputs and n labels
+        if spec.packing:
+            order, offsets = best_fit((last - first - 1).sum(1), length)
+        else:
+            order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
+        own = None if margins is None else margins[fits][mask]
+        return Preferences(
+            cache, encoder, first, last, firsts[fits][mask], own, cut[fits][mask], order, offsets, length,
+            spec.packing,
+        )  # fmt: skip
+
+    return side(~is_held_out), side(is_held_out), left_out
+
+
+def sharing(whole: TokenIds, room: int) -> TokenIds:
+    """How many inputs of the two documents of each pair fit into `room` together.
+
+    Args:
+        whole: their inputs, [pairs, 2].
+    """
+    chosen, rejected = whole.T
+    kept = np.minimum(chosen, np.maximum(room // 2, room - rejected))
+    return np.stack([kept, np.minimum(rejected, room - kept)], 1)
+
+
+# -- in words
+
+
+def _sentences(train: Preferences, held_out: Preferences, left_out: LeftOut, spec: DataSpec) -> list[str]:
+    header = train.cache.header
+    sides = (train, held_out)
+    targets = sum(side.targets for side in sides)
+    rows = sum(len(side) for side in sides) * (1 if spec.packing else 2)
+    filled = targets / max(1, spec.sequence_length * rows)
+    share = sum(side.trained_targets for side in sides) / max(1, targets)
+    cut = sum(int(side.cut.sum()) for side in sides)
+    shape = "packed" if spec.packing else "two sequences a pair"
+    said = [
+        opening_sentence(train.cache.header, train.encoder, spec, f"{header.documents // 2:,} pairs", share),
+        f"{train.records:,} pairs to train on and {held_out.records:,} held out, {shape},"
+        f" {len(train):,} and {len(held_out):,} samples of {spec.sequence_length:,} tokens a row:"
+        f" {format_percent(filled, 1)} filled",
+    ]
+    if not spec.packing and filled < MOSTLY_PADDING:
+        said.append(
+            f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"
+            " pairs into a row, and attention keeps their documents apart"
+        )
+    return said + list(left_out_sentences(header, cut, left_out, "pairs"))
+
+
+def opening_sentence(header: Header, encoder: Encoder, spec: DataSpec, records: str, share: float) -> str:
+    """What the records of a source are."""
+    how = "detected" if spec.format == "auto" else "as data.format says"
+    way = f", found by {encoder.template.way}" if header.chats and encoder.template else ""
+    return (
+        f"{spec.source}: format {encoder.format} ({how}), {records}, {header.tokens:,} tokens,"
+        f" {format_percent(share, 1)} of the targets trained on{way}"
+    )
+
+
+def left_out_sentences(header: Header, cut: int, left_out: LeftOut, what: str) -> Iterator[str]:
+    """Which records or pairs are not trained on as they are."""
+    if cut:
+        yield (
+            f"too long: {cut:,} {what} cut, so the model does not see how they end;"
+            " data.too_long=drop leaves them out"
+        )
+    if left_out.long:
+        yield f"too long: {left_out.long:,} {what} dropped; data.too_long is drop"
+    if left_out.untrained:
+        yield f"too long: {left_out.untrained:,} {what} dropped; nothing trained on comes before the cut"
+    if left_out.equal:
+        yield f"too long: {left_out.equal:,} {what} dropped; chosen and rejected differ after the cut alone"
+    if header.equal:
+        yield f"{header.equal:,} {what} dropped: chosen and rejected are the same"
+    if untrained := header.untrained - header.equal:
+        yield f"{untrained:,} {what} dropped: a completion has nothing that is trained on"
+    if header.endless:
+        yield (
+            f"{header.endless:,} trained answers never end: no token that ends a turn follows them in the chat"
+            " template's text, so the model does not learn to stop"
+        )
+    if header.unread:
+        yield f"not read: {header.unread}"

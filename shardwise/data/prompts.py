@@ -1,0 +1,175 @@
+"""Prompts alone, for objectives that complete them during training.
+
+A record has `prompt`, a text or turns; or it is a chat, whose last answer is cut off; or Alpaca's instruction. Turns
+are rendered with the opening of an answer (`add_generation_prompt`), as the command `chat` does. A text stays as it is,
+behind the tokenizer's `begin`. The fields of a record go to the functions that score completions.
+
+Prompts are tokenized by every process, in the order of the source, and stay in memory. One without room for a token of
+an answer in a sequence is left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+
+import numpy as np
+import xxhash
+
+from shardwise.core.errors import DataError
+from shardwise.data.cache_header import json_hash
+from shardwise.data.completions import held_out_records
+from shardwise.data.dataset import Lengths, MaskedTokens, OpenedSource, Sample, Splits, TokenDataset, TokenIds
+from shardwise.data.encoding import require_template
+from shardwise.data.formats import KEYS, PROMPT_FIELDS, alpaca_of, chat_of
+from shardwise.data.readers import Record
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.turns import Turn, said, turns_of
+from shardwise.recipe.sections import DataSpec
+
+
+@dataclass(frozen=True)
+class PromptDataset(TokenDataset):
+    """Prompts of one side of the split.
+
+    Attributes:
+        tokens: of all prompts, one after the other.
+        ends: where each ends in them, [prompts].
+        fields: the records, all of their fields.
+        length: most tokens of a prompt.
+        from_chats: whether a chat template wrote one of them.
+    """
+
+    tokenizer: Tokenizer
+    tokens: TokenIds
+    ends: TokenIds
+    fields: Sequence[Mapping[str, object]]
+    length: int
+    from_chats: bool
+
+    from_records = True
+
+    @property
+    def chats(self) -> bool:
+        return self.from_chats
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def sample(self, index: int) -> Sample:
+        """`prompt`, a list of tokens, and `fields`, the record. They do not stack into a batch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of {len(self)}")
+        return {"prompt": self.record(index)[0], "fields": self.fields[index]}
+
+    def padding(self) -> Sample:
+        return {"prompt": [], "fields": {}}
+
+    def release(self) -> None:
+        return
+
+    def filled(self, index: int) -> int:
+        return len(self.record(index)[0])
+
+    def text(self, index: int) -> str:
+        return self.tokenizer.decode(self.record(index)[0])
+
+    def record(self, index: int) -> tuple[list[int], list[bool]]:
+        start = int(self.ends[index - 1]) if index else 0
+        tokens = self.tokens[start : int(self.ends[index])].tolist()
+        return tokens, [False] * len(tokens)
+
+    def documents(self, index: int) -> list[MaskedTokens]:
+        return [[(token, False) for token in self.record(index)[0]]]
+
+    def lengths(self) -> Lengths:
+        lengths = np.diff(self.ends, prepend=0)
+        return Lengths(int(lengths.max()), float(lengths.mean()))
+
+
+def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
+    """The prompts of a source. Raises DataError if a record has none, or all are too long."""
+    spec, name = opened.spec, opened.source.name
+    longest = spec.sequence_length - 1
+    reader = _Reader(spec, opened.format, opened.tokenizer)
+    tokens: list[list[int]] = []
+    records: list[Mapping[str, object]] = []
+    count = 0
+    for record in opened.source.records(sorted(KEYS[opened.format] | opened.source.fields())):
+        prompt = reader.tokens(record)
+        count += 1
+        if len(prompt) <= longest:
+            tokens.append(prompt)
+            records.append(record.fields)
+    if not tokens:
+        why = f"all {count:,} have more than {longest:,} tokens" if count else "it has no records"
+        fix = "raise data.sequence_length" if count else "check data.source"
+        raise DataError("no prompt within a sequence", where=name, why=why, fix=fix)
+    hashes = np.array(
+        [xxhash.xxh3_64_intdigest(np.array(each, "<u8").tobytes()) for each in tokens], np.uint64
+    )
+    is_held_out = held_out_records(hashes, spec.held_out)
+
+    def side(held_out: bool) -> PromptDataset:
+        chosen = np.flatnonzero(is_held_out == held_out).tolist()
+        own = [tokens[number] for number in chosen]
+        flat = np.array([token for each in own for token in each], np.int64)
+        ends = np.cumsum([len(each) for each in own], dtype=np.int64)
+        fields = [records[number] for number in chosen]
+        return PromptDataset(opened.tokenizer, flat, ends, fields, longest, reader.chats)
+
+    train, held_out = side(False), side(True)
+
+    def sentences() -> list[str]:
+        mean = sum(map(len, tokens)) / len(tokens)
+        lines = [
+            f"{spec.source}: format {opened.format}, {count:,} prompts of {mean:.0f} tokens on average",
+            f"{len(train):,} prompts to complete in training and {len(held_out):,} held out",
+        ]
+        if dropped := count - len(tokens):
+            lines.append(f"too long: {dropped:,} prompts of more than {longest:,} tokens dropped")
+        return lines
+
+    digest = xxhash.xxh3_128_hexdigest(json.dumps([tokens, records], default=str).encode())
+    return Splits(train, held_out, json_hash([digest, longest, spec.held_out, "prompts"]), sentences)
+
+
+class _Reader:
+    """The tokens of the prompts of one format. `chats` says whether one so far was turns."""
+
+    def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer) -> None:
+        self.chats = False
+        self._name, self._tokenizer = name, tokenizer
+        self._today = date.fromisoformat(spec.date) if spec.date else date.today()
+
+    def tokens(self, record: Record) -> list[int]:
+        """Raises DataError if the record has no prompt of this format."""
+        field = PROMPT_FIELDS[self._name]
+        value = record.fields.get(field)
+        if value is None:
+            why = f"data.format is {self._name}, and the record has {', '.join(record.fields) or 'nothing'}"
+            raise DataError(f"no '{field}'", where=record.where, why=why, fix=f"give every record {field}")
+        if self._name == "prompt" and not isinstance(value, list):
+            return self._begun(said(value, field, record.where))
+        if self._name == "alpaca":
+            return self._begun(alpaca_of({**record.fields, "output": "-"}, record.where).prompt)
+        self.chats = True
+        keys = ("from", "value") if self._name == "sharegpt" else ("role", "content")
+        turns = turns_of(record.fields, field, keys, record.where)
+        if turns[-1].role == "assistant":
+            turns = turns[:-1]
+        # An answer must be able to follow.
+        chat = chat_of(record, self._name, (*turns, Turn("assistant", "-")), field)
+        asked = chat.turns[:-1]
+        if not asked:
+            why, fix = "it has the assistant's turn alone", "begin with the user's"
+            raise DataError("no prompt", where=f"{record.where}: {field}", why=why, fix=fix)
+        template, opened = require_template(self._tokenizer), replace(chat, turns=asked)
+        template.checked(opened, record.where, self._today)
+        return self._tokenizer.encode(template.text(opened, record.where, self._today, opening=True))
+
+    def _begun(self, text: str) -> list[int]:
+        begin = self._tokenizer.begin
+        return ([] if begin is None else [begin]) + self._tokenizer.encode(text)

@@ -1,0 +1,281 @@
+"""Completions with a label as samples: each is desirable or not (Ethayarajh et al. 2024, KTO, arXiv:2402.01306).
+
+    padded   input_ids, labels, counted [s]; present, desirable [1]
+    packed   input_ids, labels, counted, positions, document [s]; starts [documents]; present, desirable [records]
+
+`counted` is 1 at the first trained target of each record. `document` is the record's number in the row.
+
+KTO's reference point is a divergence, estimated by mismatched records: the prompt of a record with the completion of
+the next one of this side of the split, in the order of the source; the last takes the first. They are in `kl_input_ids`
+and `kl_labels`; packed, also `kl_positions`, `kl_starts` and `kl_document`. They are joined as tokens.
+
+A source of pairs gives two records each, first the chosen one, which is desirable. Their next records are those of the
+next pair, because the other completion of the same prompt is no mismatch. Both are on the same side of the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.core.errors import DataError
+from shardwise.core.units import format_percent
+from shardwise.data.cache import TokenCache
+from shardwise.data.cache_header import json_hash
+from shardwise.data.completions import MOSTLY_PADDING, held_out_records
+from shardwise.data.dataset import (
+    Document,
+    MaskedTokens,
+    OpenedSource,
+    Sample,
+    Splits,
+    TokenDataset,
+    TokenIds,
+    document_fields,
+    document_row,
+    padding_row,
+)
+from shardwise.data.encoding import Encoder, open_record_cache
+from shardwise.data.packing import best_fit
+from shardwise.data.preference_encoding import LabelEncoder, PairEncoder
+from shardwise.data.preferences import (
+    LeftOut,
+    left_out_sentences,
+    masked_tokens,
+    opening_sentence,
+    require_completions,
+    rows_of_records,
+)
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.recipe.sections import DataSpec
+
+MISMATCHED = "kl_"
+"""Before the names of the arrays of mismatched records."""
+
+
+@dataclass(frozen=True)
+class Unpaired(TokenDataset):
+    """Records of one side of the split.
+
+    Attributes:
+        cache: the cache with their tokens.
+        encoder: wrote the cache.
+        starts, ends: range of each record in the cache, cut, [records].
+        firsts: position of its first trained target, [records].
+        borders: position of its first token behind the prompt, [records].
+        desirable: 1 or 0, [records].
+        cut: whether a record is cut, [records].
+        order: record numbers by sample, [records].
+        offsets: start of each sample in `order`, [samples + 1].
+        length: tokens of a row.
+        packed: whether several records share a row.
+        step: distance to the record that gives the completion of a mismatched one.
+    """
+
+    cache: TokenCache
+    encoder: Encoder
+    starts: TokenIds
+    ends: TokenIds
+    firsts: TokenIds
+    borders: TokenIds
+    desirable: TokenIds
+    cut: npt.NDArray[np.bool_]
+    order: TokenIds
+    offsets: TokenIds
+    length: int
+    packed: bool
+    step: int
+
+    from_records = True
+
+    @property
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
+        return self.encoder.tokenizer
+
+    @property
+    def chats(self) -> bool:
+        return self.cache.header.chats
+
+    @property
+    def fill(self) -> Mapping[str, int]:
+        starts = super().fill["starts"]
+        return {"starts": starts, f"{MISMATCHED}starts": starts, "present": 0, "desirable": 0}
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def members(self, index: int) -> TokenIds:
+        """The numbers of the records of a sample, in their order in it."""
+        return self.order[self.offsets[index] : self.offsets[index + 1]]
+
+    def sample(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        records = self.members(index)
+        row = self._row([self._document(record) for record in records])
+        sizes = (self.ends - self.starts)[records] - 1
+        counted = np.zeros(self.length, np.int64)
+        counted[np.cumsum(sizes) - sizes + self.firsts[records] - 1] = 1
+        mismatched = self._row([self.mismatched(record) for record in records])
+        return {
+            **row,
+            "counted": counted,
+            "present": np.ones(len(records), np.int64),
+            "desirable": self.desirable[records],
+            **{f"{MISMATCHED}{name}": values for name, values in mismatched.items()},
+        }
+
+    def padding(self) -> Sample:
+        row = padding_row(self.length, self.tokenizer.separator, self.packed)
+        nothing = np.zeros(self.length, np.int64)
+        row = {**row, "document": nothing} if self.packed else row
+        absent = np.zeros(1, np.int64)
+        mismatched = {f"{MISMATCHED}{name}": values for name, values in row.items()}
+        return {**row, "counted": nothing, "present": absent, "desirable": absent, **mismatched}
+
+    def _row(self, documents: list[Document]) -> Sample:
+        row = document_row(documents, self.length, self.tokenizer.separator)
+        if self.packed:
+            return {**row, **document_fields(row["positions"])}
+        return {name: row[name] for name in ("input_ids", "labels")}
+
+    def _document(self, record: int) -> Document:
+        return self.cache.document(int(self.starts[record]), int(self.ends[record]))
+
+    def mismatched(self, record: int) -> Document:
+        """The prompt of a record with the completion of the next one, cut to a row."""
+        other = (record + self.step) % self.records
+        start, border = int(self.starts[record]), int(self.starts[other] + self.borders[other])
+        prompt = self.cache.document(start, start + int(self.borders[record]))
+        completion = self.cache.document(border, int(self.ends[other]))
+        tokens, trained = (
+            np.concatenate(parts)[: self.length + 1] for parts in zip(prompt, completion, strict=True)
+        )
+        return tokens, trained
+
+    def filled(self, index: int) -> int:
+        records = self.members(index)
+        return int((self.ends[records] - self.starts[records] - 1).sum())
+
+    def text(self, index: int) -> str:
+        documents = (self._document(record)[0] for record in self.members(index))
+        return "\n".join(self.tokenizer.decode(tokens.tolist()) for tokens in documents)
+
+    # -- records, in the order of the source
+
+    @property
+    def records(self) -> int:
+        return len(self.starts)
+
+    def record(self, index: int) -> tuple[list[int], list[bool]]:
+        tokens, trained = self._document(index)
+        return tokens.tolist(), trained.tolist()
+
+    def documents(self, index: int) -> list[MaskedTokens]:
+        return [masked_tokens(self._document(index))]
+
+    def note(self, index: int) -> str:
+        label = "desirable" if self.desirable[index] else "not desirable"
+        return f"{label}, cut at its end" if self.cut[index] else label
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens that have a token before them."""
+        return int((self.ends - self.starts - 1).sum())
+
+    @property
+    def trained_targets(self) -> int:
+        """Number of those that the loss counts."""
+        ranges = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
+
+
+def open_unpaired(opened: OpenedSource) -> Splits[Unpaired]:
+    """Labelled records through the token cache; pairs share that of pairs. Raises DataError if none fits into a row."""
+    spec = opened.spec
+    require_completions(spec)
+    encoder: Encoder
+    if opened.format == "preference":
+        encoder = PairEncoder(spec, opened.tokenizer)
+    else:
+        encoder = LabelEncoder(spec, opened.tokenizer)
+    cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
+    train, held_out, left_out = divide_unpaired(cache, encoder, spec)
+    if not len(train):
+        raise DataError(
+            "no completion within a sequence",
+            where=spec.source,
+            why=f"none of {cache.header.documents:,} records has a trained token among its first"
+            f" {spec.sequence_length + 1:,}",
+            fix="raise data.sequence_length",
+        )
+    parts = [
+        cache.header.digest,
+        spec.sequence_length,
+        spec.held_out,
+        "unpaired",
+        spec.packing,
+        spec.too_long,
+    ]
+    return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, left_out, spec))
+
+
+def divide_unpaired(
+    cache: TokenCache, encoder: Encoder, spec: DataSpec
+) -> tuple[Unpaired, Unpaired, LeftOut]:
+    """(training records, held-out records, what is left out) of a cache that an encoder of preferences wrote."""
+    length, step = spec.sequence_length, encoder.documents
+    rows, starts, hashes = rows_of_records(cache, step)
+    desirable = rows["value"].astype(np.int64) if step == 1 else np.tile([1, 0], (len(rows), 1))
+    whole = rows["end"].astype(np.int64) - starts - 1  # inputs of each document
+    room, firsts = np.minimum(whole, length), rows["first"].astype(np.int64)
+    borders = np.where(cache.trained[starts], 0, firsts)  # without a prompt, the first token is no target
+    cut = room < whole
+    if spec.too_long == "drop":
+        fits = ~cut.any(1)
+        left_out = LeftOut(long=step * int((~fits).sum()))
+    else:
+        fits = (firsts <= room).all(1)
+        left_out = LeftOut(untrained=step * int((~fits).sum()))
+    is_held_out = held_out_records(hashes[fits], spec.held_out)
+
+    def side(mask: npt.NDArray[np.bool_]) -> Unpaired:
+        first, inputs, border = (values[fits][mask].ravel() for values in (starts, room, borders))
+        if spec.packing:
+            # A row has room for its records, and for their mismatched ones.
+            mismatched = border + np.roll(inputs - border, -step)
+            order, offsets = best_fit(np.maximum(inputs, np.minimum(mismatched, length)), length)
+        else:
+            order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
+        trained, label, shortened = (values[fits][mask].ravel() for values in (firsts, desirable, cut))
+        return Unpaired(
+            cache, encoder, first, first + inputs + 1, trained, border, label, shortened, order, offsets, length,
+            spec.packing, step,
+        )  # fmt: skip
+
+    return side(~is_held_out), side(is_held_out), left_out
+
+
+def _sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: DataSpec) -> list[str]:
+    header, sides = train.cache.header, (train, held_out)
+    targets = sum(side.targets for side in sides)
+    filled = targets / max(1, spec.sequence_length * sum(len(side) for side in sides))
+    share = sum(side.trained_targets for side in sides) / max(1, targets)
+    desirable = sum(int(side.desirable.sum()) for side in sides)
+    count = train.records + held_out.records
+    said = [
+        opening_sentence(header, train.encoder, spec, f"{header.documents:,} records", share),
+        f"{len(train):,} sequences of {spec.sequence_length:,} tokens to train on and {len(held_out):,} held out,"
+        f" {'packed' if spec.packing else 'one record each'}: {format_percent(filled, 1)} filled",
+        f"{desirable:,} records are desirable, {count - desirable:,} are not",
+    ]
+    if not spec.packing and filled < MOSTLY_PADDING:
+        said.append(
+            f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"
+            " records into a row, and attention keeps them apart"
+        )
+    cut = sum(int(side.cut.sum()) for side in sides)
+    return said + list(left_out_sentences(header, cut, left_out, "records"))
