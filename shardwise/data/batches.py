@@ -36,6 +36,8 @@ from shardwise.recipe.sections import Recipe
 _HELD_OUT_SEED = 0
 OWN_SET = ""
 """The validation set that is held out of the training data; others have names."""
+TRAIN = "train "
+"""The training data, which no set has the name of."""
 
 
 class Data:
@@ -55,12 +57,14 @@ class Data:
         tokenizer: Tokenizer | None = None,
         sets: Mapping[str, Dataset] | None = None,
         masking: Masking | None = None,
+        fingerprints: Mapping[str, str] | None = None,
     ) -> None:
         self.fingerprint, self.tokenizer = splits.fingerprint, tokenizer
         self.vocab = tokenizer.vocab if tokenizer else None
         self._train, self._masking = splits.train, masking
         self._batch_size, self._seed = recipe.batch_size, recipe.seed
         self._sets = {OWN_SET: splits.held_out, **(sets or {})}
+        self._fingerprints = {TRAIN: splits.fingerprint, OWN_SET: splits.fingerprint, **(fingerprints or {})}
         self._evaluation_sequences = recipe.evaluation.sequences
 
     @property
@@ -108,11 +112,35 @@ class Data:
         first `evaluation.sequences` of them (all, if there are fewer), evaluation 1 the next, and so on, cyclically.
         The recipe's seed and the step do not change the samples of an index. The list is empty if nothing is held out.
         """
-        dataset, samples = self._sets[name], list[int]()
-        if count := min(self._evaluation_sequences, len(dataset)):
-            samples = samples_of_step(index, count, len(dataset), _HELD_OUT_SEED)
+        dataset, samples = self._sets[name], self._evaluated(index, name)
         slots = deal(len(samples), rank, degree, micro_batch_size)
         return self._batches(dataset, samples, ("held out", _HELD_OUT_SEED, index), slots)
+
+    def _evaluated(self, index: int, name: str) -> list[int]:
+        """The samples of validation ``index`` of a set."""
+        size = len(self._sets[name])
+        count = min(self._evaluation_sequences, size)
+        return samples_of_step(index, count, size, _HELD_OUT_SEED) if count else []
+
+    def asked(self, recipe: Recipe) -> dict[str, tuple[Dataset, list[int], str]]:
+        """The samples that a run reads: the dataset, their numbers and its fingerprint, of TRAIN and of every set.
+
+        After a rewind a run reads some steps further.
+        """
+        steps = recipe.steps + recipe.guard.rewinds * recipe.guard.skips
+        every = steps * self._batch_size >= len(self._train)
+        numbers = range(len(self._train)) if every else {n for s in range(steps) for n in self.samples(s)}
+        found = {TRAIN: (self._train, sorted(numbers), self._fingerprints[TRAIN])}
+        for name in self.validation_sets:
+            found[name] = self._sets[name], sorted(self._evaluated(0, name)), self._fingerprints[name]
+        return found
+
+    def replace(self, name: str, dataset: Dataset) -> None:
+        """Read TRAIN, or a set, from a dataset with the same samples."""
+        if name == TRAIN:
+            self._train = dataset
+        else:
+            self._sets[name] = dataset
 
     def _batches(
         self, dataset: Dataset, samples: list[int], step: tuple[str, int, int], slots: list[list[int | None]]
@@ -186,10 +214,10 @@ def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Samp
 
 
 def _stacked(tensors: list[torch.Tensor], fill: int | None) -> torch.Tensor:
-    """The tensors along a new first dimension, one-dimensional ones with a `fill` at the longest one's length."""
+    """The tensors along a new first dimension, shorter ones with a `fill` up to the longest one's length."""
     if fill is not None:
         longest = max(len(tensor) for tensor in tensors)
-        tensors = [torch.cat([row, row.new_full((longest - len(row),), fill)]) for row in tensors]
+        tensors = [torch.cat([t, t.new_full((longest - len(t), *t.shape[1:]), fill)]) for t in tensors]
     return torch.stack(tensors)
 
 
@@ -223,4 +251,5 @@ def open_data(
         never = (tokenizer.separator, tokenizer.begin)
         masking = Masking(mask_token(tokenizer), never, tokenizer.vocab)
     sets = {name: named.train for name, named in opened.sets.items()}
-    return Data(recipe, splits, tokenizer, sets, masking)
+    fingerprints = {name: named.fingerprint for name, named in opened.sets.items()}
+    return Data(recipe, splits, tokenizer, sets, masking, fingerprints)

@@ -34,6 +34,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import gather, named_parameters
 from shardwise.trainer.batches import RankBatches, require_vocabulary
 from shardwise.trainer.evaluation import evaluate
+from shardwise.trainer.precomputed import with_precomputed
 from shardwise.trainer.predictions import Predictions
 from shardwise.trainer.run_log import say, warn
 
@@ -62,6 +63,7 @@ class Session:
                 why="the stages pass the micro-batches of several steps at once",
                 fix="use shardwise.train with callbacks",
             )
+        with_precomputed(self._run, self._data, say)
         self._batches = RankBatches(self._data, self._run)
         self._predictions = Predictions(self._run) if recipe.evaluation.metrics is not None else None
         self.metrics: dict[str, float] = {}

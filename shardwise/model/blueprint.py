@@ -103,6 +103,10 @@ class TrainingObjective(ABC):
         """The objective under ``strategy.reference``; None is as the objective says."""
         return self
 
+    def precomputed(self) -> Mapping[str, Callable[[Blueprint, nn.Module, Batch], Tensor]]:
+        """Functions of the model before training, [m, units, ...] of a batch, whose results samples carry, by name."""
+        return {}
+
     def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step with what the loss needs of all of them; called before the first pass."""
         return batches

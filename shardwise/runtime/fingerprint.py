@@ -28,6 +28,7 @@ def fingerprint_of(
     model: nn.Module,
     unpacked: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] | None = None,
     without: Collection[str] = (),
+    trained: bool = False,
 ) -> str | None:
     """Fingerprint of all frozen parameters, equal on all ranks; None if some are stored in other formats than bf16,
     fp32 or fp64.
@@ -37,13 +38,14 @@ def fingerprint_of(
     Args:
         unpacked: for packed parameters, the name of the plain one, and a function from packed rows to their values.
         without: names that are left out.
+        trained: whether trained parameters count, too; then all formats do, by their bytes.
     """
     plain, sums = True, dict[str, tuple[tuple[int, ...], int]]()
     for name, parameter in named_parameters(model):
-        if not parameter.requires_grad and name not in without:
+        if (trained or not parameter.requires_grad) and name not in without:
             known, unpack = (unpacked or {}).get(name, (name, None))
             part = local_part(parameter) if unpack is None else unpack(local_part(parameter))
-            plain &= part.dtype in _ROUNDS_ALIKE
+            plain &= trained or part.dtype in _ROUNDS_ALIKE
             sums[known] = (_shard_slices(parameter), _sum_of_bits(part))
     per_rank = [(plain, sums)]
     if dist.is_initialized():
@@ -77,6 +79,8 @@ def _shard_slices(parameter: Tensor) -> tuple[int, ...]:
 
 def _sum_of_bits(part: Tensor) -> int:
     total = 0
+    if not part.is_floating_point():
+        return sum(int(c.sum(dtype=torch.int64)) for c in part.reshape(-1).split(_HASHED_VALUES))
     for chunk in part.reshape(-1).split(_HASHED_VALUES):
         total += int(chunk.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64))
     return total

@@ -59,6 +59,7 @@ from shardwise.trainer.noise import gradient_noise, refuse_noise
 from shardwise.trainer.pass_stopwatch import Stopwatch
 from shardwise.trainer.pauses import Pauses
 from shardwise.trainer.phase_stopwatch import PhaseStopwatch
+from shardwise.trainer.precomputed import with_precomputed
 from shardwise.trainer.predictions import Predictions
 from shardwise.trainer.profiling import Profiling
 from shardwise.trainer.run_log import RunLog, say, trained_sentence, warn
@@ -101,6 +102,7 @@ class Trainer:
         self._trained, self._frozen = self.blueprint.parameter_counts()
         self.meter = MemoryMeter(job.device, job.exact_memory)
         self.run = build(recipe, self.blueprint, strategy, job.device)
+        with_precomputed(self.run, self.data, say)
         self.state = self._restored()
         self.index = self.state.step
         self.batches = RankBatches(self.data, self.run)

@@ -37,6 +37,7 @@ from shardwise.recipe.section import Arguments
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import MICRO_BATCH_SIZE, in_fp64, precision_of
+from shardwise.trainer.precomputed import with_precomputed
 from shardwise.verifier.comparison import gradient_products, parameter_differences, way_products
 from shardwise.verifier.dropout import draws_random_numbers, drop_nothing, without_dropout
 from shardwise.verifier.plain_runs import END_FILE, GRADIENTS_FILE, START_FILE, read_runs, run_plain
@@ -259,7 +260,9 @@ def _built(recipe: Recipe, strategy: Strategy, device: torch.device) -> tuple[Ru
         )
     if blueprint.packings() or (recipe.adapter is not None and recipe.adapter.quantize != "none"):
         words.append("not proved: the values of the quantized weights, which all runs read alike")
-    return run, open_data(quiet, blueprint.dataset), tuple(words)
+    data = open_data(quiet, blueprint.dataset)
+    with_precomputed(run, data, say=lambda sentence: None)
+    return run, data, tuple(words)
 
 
 def run_verification(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:

@@ -11,7 +11,7 @@ global batch, known before the first pass, so the loss does not depend on how th
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,11 @@ class KTO(ReferenceObjective):
             MISMATCHED + name: shapes[name] for name in (*_ROWS, "starts", REFERENCE) if name in shapes
         }
         return {**shapes, **mismatched, "desirable": shapes["present"]}
+
+    def precomputed(self) -> Mapping[str, Callable[[Blueprint, nn.Module, Batch], Tensor]]:
+        functions = super().precomputed()
+        mismatched = {MISMATCHED + name: _of_mismatched(function) for name, function in functions.items()}
+        return {**functions, **mismatched}
 
     def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
         """The reference of the answers; ``before_step`` has that of the mismatched ones."""
@@ -100,6 +105,12 @@ class KTO(ReferenceObjective):
             note(f"{name}_reward", rewards.detach().where(which, 0).sum(), which.sum())
             note(f"{name}_log_probability", sums.detach().where(which, 0).sum(), which.sum())
         note("kl", kl * present.sum(), present.sum())
+
+
+def _of_mismatched(
+    function: Callable[[Blueprint, nn.Module, Batch], Tensor],
+) -> Callable[[Blueprint, nn.Module, Batch], Tensor]:
+    return lambda blueprint, model, batch: function(blueprint, model, _mismatched(batch))
 
 
 def _mismatched(batch: Batch) -> Batch:

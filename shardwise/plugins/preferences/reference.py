@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -71,6 +71,9 @@ class ReferenceObjective(DocumentObjective):
             return shapes
         (units,), _ = shapes["present"]
         return {**shapes, REFERENCE: ((units, self.answers_per_unit), torch.float64)}
+
+    def precomputed(self) -> Mapping[str, Callable[[Blueprint, nn.Module, Batch], Tensor]]:
+        return {REFERENCE: self.log_sums} if self.how == "precomputed" else {}
 
     def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
         return {**batch, REFERENCE: self.log_sums(self._reference(), frozen[REFERENCE], batch)}

@@ -1,0 +1,135 @@
+"""Values of the model before training that samples carry (``strategy.reference: precomputed``).
+
+They are computed once, before the first step, by forward passes in the layout of the run, and cached under a key of
+their content: the samples, all weights and the dtype of compute. So another run on them finds them. What is done is
+written now and then, so that a run which is killed goes on from there. Rank 0 reads and writes; all ranks have all
+values, which take 16 bytes a pair.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from shardwise.core import heartbeat
+from shardwise.core.cache_folder import default_root, key_of, store
+from shardwise.core.progress import Say
+from shardwise.core.units import format_seconds
+from shardwise.data import Data
+from shardwise.data.added_values import AddedValues
+from shardwise.data.batches import TRAIN, batch_of, deal
+from shardwise.data.dataset import Dataset
+from shardwise.engine.run import Run
+from shardwise.model.blueprint import Batch
+from shardwise.runtime.fingerprint import fingerprint_of
+from shardwise.runtime.offload.host import to_device
+from shardwise.technique import MICRO_BATCH_SIZE
+
+_PASSES = 16
+"""Micro-batches of a rank between two exchanges."""
+_WRITTEN = 20.0
+"""Seconds after which values are written again."""
+
+ByName = dict[str, dict[int, npt.NDArray[np.float64]]]
+"""Values [units, ...] by name and number of the sample."""
+
+
+def with_precomputed(run: Run, data: Data, say: Say) -> None:
+    """Give the samples of ``data`` what the objective reads of the model, which has its first weights. Collective."""
+    names = list(run.objective.precomputed())
+    if not names:
+        return
+    weights = fingerprint_of(run.model, trained=True)
+    dtype = str(run.options.dtypes.compute)
+    for name, (dataset, numbers, fingerprint) in data.asked(run.recipe).items():
+        key = key_of(("reference", names, fingerprint, name == TRAIN, weights, dtype))
+        values = _computed(run, dataset, numbers, default_root() / "reference" / f"{key}.npz", say)
+        data.replace(name, AddedValues(dataset, values))
+
+
+def _computed(run: Run, dataset: Dataset, numbers: Sequence[int], path: Path, say: Say) -> ByName:
+    """The values of the samples with these numbers, from the cache where it has them."""
+    values = [_read(path, list(run.objective.precomputed())) if dist.get_rank() == 0 else {}]
+    dist.broadcast_object_list(values, device=run.device)
+    known = values[0]
+    first = next(iter(known.values()))
+    missing = [number for number in numbers if number not in first]
+    began = written = time.monotonic()
+    for done in _passed(run, dataset, missing):
+        for part in done:
+            for name, of in part.items():
+                known[name].update(of)
+        if dist.get_rank() == 0 and time.monotonic() > written + _WRITTEN:
+            written = time.monotonic()
+            _write(path, known)
+    if missing and dist.get_rank() == 0:
+        _write(path, known)
+        say(f"reference: {len(missing):,} samples computed in {format_seconds(time.monotonic() - began)}")
+    elif numbers:
+        say(f"reference: {len(numbers):,} samples in the cache")
+    return known
+
+
+def _passed(run: Run, dataset: Dataset, numbers: Sequence[int]) -> Iterator[list[ByName]]:
+    """The values of all samples, some micro-batches after the other, of every rank."""
+    share = run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]
+    blueprint = run.blueprint
+    slots = deal(len(numbers), *share)
+    for start in range(0, len(slots), _PASSES):
+        indices = [[None if s is None else numbers[s] for s in row] for row in slots[start : start + _PASSES]]
+        batches = [run.local_batch(_on_device(batch_of(dataset, rows), run.device)) for rows in indices]
+        mine: ByName = {}
+        for name, function in run.objective.precomputed().items():
+            results = run.passes.forward_only(batches, partial(function, blueprint))
+            mine[name] = dict(_by_sample(indices, batches, results))
+        heartbeat.mark()
+        everyone: list[ByName] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        yield everyone
+
+
+def _by_sample(
+    indices: Sequence[Sequence[int | None]],
+    batches: Sequence[Batch],
+    results: Sequence[torch.Tensor | None],
+) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
+    """The values of the units that each sample has."""
+    for rows, batch, result in zip(indices, batches, results, strict=True):
+        if result is None:
+            continue
+        units, values = batch["present"].sum(1).tolist(), result.double().cpu().numpy()
+        yield from ((n, values[at, : units[at]]) for at, n in enumerate(rows) if n is not None)
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: to_device(tensor, device) for name, tensor in batch.items()}
+
+
+def _read(path: Path, names: Sequence[str]) -> ByName:
+    """The values in a file; nothing of one that is missing or damaged."""
+    empty: ByName = {name: {} for name in names}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            numbers, ends = file["numbers"].tolist(), np.cumsum(file["units"])[:-1]
+            return {n: dict(zip(numbers, np.split(file[n], ends), strict=True)) for n in names}
+    except (OSError, KeyError, ValueError, EOFError, BadZipFile):
+        return empty
+
+
+def _write(path: Path, values: ByName) -> None:
+    numbers = sorted(next(iter(values.values())))
+    rows = {name: [of[number] for number in numbers] for name, of in values.items()}
+    units = [len(row) for row in next(iter(rows.values()))]
+    content = io.BytesIO()
+    arrays = {name: np.concatenate(of) for name, of in rows.items()}
+    np.savez(content, allow_pickle=False, numbers=np.array(numbers), units=np.array(units), **arrays)
+    store(path, content.getvalue())
