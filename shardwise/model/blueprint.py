@@ -103,9 +103,13 @@ class TrainingObjective(ABC):
         """The objective under ``strategy.reference``; None is as the objective says."""
         return self
 
-    def precomputed(self) -> Mapping[str, Callable[[Blueprint, nn.Module, Batch], Tensor]]:
-        """Functions of the model before training, [m, units, ...] of a batch, whose results samples carry, by name."""
+    def precomputed(self) -> Mapping[str, Callable[[Batch], Batch]]:
+        """By name what samples carry of the model before training: ``of_reference`` of a part of their batch."""
         return {}
+
+    def of_reference(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
+        """What the loss reads of the model before training, [m, units, ...]."""
+        raise NotImplementedError("it has no reference")
 
     def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step with what the loss needs of all of them; called before the first pass."""

@@ -82,14 +82,14 @@ def _computed(run: Run, dataset: Dataset, numbers: Sequence[int], path: Path, sa
 def _passed(run: Run, dataset: Dataset, numbers: Sequence[int]) -> Iterator[list[ByName]]:
     """The values of all samples, some micro-batches after the other, of every rank."""
     share = run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]
-    blueprint = run.blueprint
+    function = partial(run.objective.of_reference, run.blueprint)
     slots = deal(len(numbers), *share)
     for start in range(0, len(slots), _PASSES):
         indices = [[None if s is None else numbers[s] for s in row] for row in slots[start : start + _PASSES]]
         batches = [run.local_batch(_on_device(batch_of(dataset, rows), run.device)) for rows in indices]
         mine: ByName = {}
-        for name, function in run.objective.precomputed().items():
-            results = run.passes.forward_only(batches, partial(function, blueprint))
+        for name, part in run.objective.precomputed().items():
+            results = run.passes.forward_only(list(map(part, batches)), function)
             mine[name] = dict(_by_sample(indices, batches, results))
         heartbeat.mark()
         everyone: list[ByName] = [{}] * dist.get_world_size()

@@ -55,10 +55,9 @@ class KTO(ReferenceObjective):
         }
         return {**shapes, **mismatched, "desirable": shapes["present"]}
 
-    def precomputed(self) -> Mapping[str, Callable[[Blueprint, nn.Module, Batch], Tensor]]:
-        functions = super().precomputed()
-        mismatched = {MISMATCHED + name: _of_mismatched(function) for name, function in functions.items()}
-        return {**functions, **mismatched}
+    def precomputed(self) -> Mapping[str, Callable[[Batch], Batch]]:
+        names = super().precomputed()
+        return {**names, **{MISMATCHED + name: _mismatched for name in names}}
 
     def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
         """The reference of the answers; ``before_step`` has that of the mismatched ones."""
@@ -66,7 +65,7 @@ class KTO(ReferenceObjective):
 
     def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
         batches, mismatched = super().before_step(passes, batches), list(map(_mismatched, batches))
-        trained = passes.forward_only(mismatched, functools.partial(self.log_sums, passes.blueprint))
+        trained = passes.forward_only(mismatched, functools.partial(self.of_reference, passes.blueprint))
         theirs = self._reference_sums(passes, mismatched)
         total = torch.zeros(2, dtype=torch.float64, device=batches[0]["input_ids"].device)
         for batch, ours, reference in zip(batches, trained, theirs, strict=True):
@@ -84,10 +83,10 @@ class KTO(ReferenceObjective):
             return [batch[REFERENCE] for batch in mismatched]
         if self.how == "adapter_off":
             with passes.as_before_training():
-                return passes.forward_only(mismatched, functools.partial(self.log_sums, passes.blueprint))
+                return passes.forward_only(mismatched, functools.partial(self.of_reference, passes.blueprint))
         frozen = passes.frozen[REFERENCE]
         with torch.no_grad():
-            return [self.log_sums(self._reference(), frozen, batch) for batch in mismatched]
+            return [self.of_reference(self._reference(), frozen, batch) for batch in mismatched]
 
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
         sums = self.answers(blueprint, model, batch).sums
@@ -105,12 +104,6 @@ class KTO(ReferenceObjective):
             note(f"{name}_reward", rewards.detach().where(which, 0).sum(), which.sum())
             note(f"{name}_log_probability", sums.detach().where(which, 0).sum(), which.sum())
         note("kl", kl * present.sum(), present.sum())
-
-
-def _of_mismatched(
-    function: Callable[[Blueprint, nn.Module, Batch], Tensor],
-) -> Callable[[Blueprint, nn.Module, Batch], Tensor]:
-    return lambda blueprint, model, batch: function(blueprint, model, _mismatched(batch))
 
 
 def _mismatched(batch: Batch) -> Batch:

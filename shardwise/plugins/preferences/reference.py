@@ -72,21 +72,21 @@ class ReferenceObjective(DocumentObjective):
         (units,), _ = shapes["present"]
         return {**shapes, REFERENCE: ((units, self.answers_per_unit), torch.float64)}
 
-    def precomputed(self) -> Mapping[str, Callable[[Blueprint, nn.Module, Batch], Tensor]]:
-        return {REFERENCE: self.log_sums} if self.how == "precomputed" else {}
+    def precomputed(self) -> Mapping[str, Callable[[Batch], Batch]]:
+        return {REFERENCE: lambda batch: batch} if self.how == "precomputed" else {}
 
     def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
-        return {**batch, REFERENCE: self.log_sums(self._reference(), frozen[REFERENCE], batch)}
+        return {**batch, REFERENCE: self.of_reference(self._reference(), frozen[REFERENCE], batch)}
 
-    def log_sums(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
-        """Of the reference the loss reads these: summed log-probabilities by unit, [m, units, answers_per_unit]."""
+    def of_reference(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
+        """Summed log-probabilities by unit, [m, units, answers_per_unit]."""
         return self.answers(blueprint, model, batch).sums
 
     def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
         if self.how != "adapter_off":
             return batches
         with passes.as_before_training():
-            sums = passes.forward_only(batches, functools.partial(self.log_sums, passes.blueprint))
+            sums = passes.forward_only(batches, functools.partial(self.of_reference, passes.blueprint))
         return [
             batch if values is None else {**batch, REFERENCE: values}
             for batch, values in zip(batches, sums, strict=True)
