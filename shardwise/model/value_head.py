@@ -1,4 +1,4 @@
-"""A language model with a value per token beside its logits, from one forward pass: the critic of PPO on a shared trunk.
+"""A language model with a value per token beside its logits, from one pass: PPO's critic on a shared trunk.
 
 The layer ``v_head`` [1, h] with a bias reads what the output layer reads, the states after the last norm (Ziegler et
 al. 2019, arXiv:1909.08593). It starts at zero. It runs in every forward pass, just before the output layer, so both are
