@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from shardwise.cli.main import app
 from shardwise.core.errors import DataError
 from shardwise.data import open_data
 from shardwise.data.batches import batch_of
@@ -546,3 +548,28 @@ def test_data_shows_both_documents(tmp_path: Path, opened_kind: Kinds) -> None:
     assert shown == [[("a", False), (c, True), ("\0", True)] for c in "bc"]
     assert train.text(0) == "ab\nac"
     assert isinstance(train, Preferences) and isinstance(train.tokenizer, Tokenizer)
+
+
+# ---- the page ---------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "fine-tune-on-conversations.md"
+
+
+def test_the_page_shows_what_is_read(
+    tmp_path: Path, recipe_of_kind: Kinds, opened_kind: Kinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Preferences\n")[2].partition("\n## ")[0]
+    fences = re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
+    first, second = (text for kind, text in fences if kind == "jsonl")
+    [shown] = (text for kind, text in fences if kind == "text")
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text(first)
+    Path("labels.jsonl").write_text(second)
+    data = "data: {source: pairs.jsonl, sequence_length: 128, packing: true, held_out: 0}\n"
+    Path("pairs.yaml").write_text("model: {preset: tiny}\nsteps: 1\nbatch_size: 1\n" + data)
+    recipe_of_kind(Path("pairs.jsonl"))
+    ran = CliRunner().invoke(app, ["data", "pairs.yaml", "--samples", "1"])
+    assert ran.output == shown
+    labels = opened_kind(Path("labels.jsonl"), kind="unpaired", held_out=0.0).train
+    assert labels.desirable.tolist() == [1, 0]
+    assert len(opened_kind(Path("labels.jsonl"), kind="prompts", held_out=0.0, sequence_length=64).train) == 1
