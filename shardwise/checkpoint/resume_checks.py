@@ -137,10 +137,12 @@ def _require_same_run(before: Recipe, now: Recipe, folder: Path) -> None:
     if not _same_tokenizer(was.tokenizer, says.tokenizer):
         key = "data.tokenizer"
         _require_equal_values(_OTHER_DATA, folder, {key: was.tokenizer}, {key: says.tokenizer})
-    if was.begin != says.begin and _adds_begin(says):
+    if was.begin != says.begin and _adds_begin(says, now.samples):
         _require_equal_values(_OTHER_DATA, folder, {"data.begin": was.begin}, {"data.begin": says.begin})
     if (was.format, was.train_on) != (says.format, says.train_on):
-        _require_equal_values(_OTHER_DATA, folder, _found_in(says, was), _found_in(says, says))
+        _require_equal_values(
+            _OTHER_DATA, folder, _found_in(says, was, now.samples), _found_in(says, says, now.samples)
+        )
 
 
 def _require_equal_values(
@@ -196,22 +198,22 @@ def _same_tokenizer(before: str, now: str) -> bool:
         return True
 
 
-def _adds_begin(spec: DataSpec) -> bool:
+def _adds_begin(spec: DataSpec, kind: str) -> bool:
     """Whether `data.begin` decides about a token: the tokenizer has one, and no chat template writes it."""
     from shardwise.data.tokenizer import open_tokenizer
 
     has_one = open_tokenizer(spec.tokenizer).begin is not None
-    return has_one and _found_in(spec, spec)["data.format"] not in ("messages", "sharegpt")
+    return has_one and _found_in(spec, spec, kind)["data.format"] not in ("messages", "sharegpt")
 
 
-def _found_in(source: DataSpec, spec: DataSpec) -> dict[str, Any]:
-    """The settings of ``spec`` for the records of ``source``, with the detected format."""
+def _found_in(source: DataSpec, spec: DataSpec, kind: str) -> dict[str, Any]:
+    """The settings of ``spec`` for the records of ``source``, with the format detected for a kind of samples."""
     from shardwise.data.formats import format_of
     from shardwise.data.sources import open_source
 
     # Without the setting that plain text refuses, because the format is not known yet.
     asked = spec.model_copy(update={"train_on": None})
-    name = format_of(asked, open_source(source.source, source.text_key))
+    name = format_of(asked, open_source(source.source, source.text_key), kind)
     trained_on = spec.train_on or ("all" if name == "text" else "completion")
     return {"data.format": name, "data.train_on": trained_on}
 

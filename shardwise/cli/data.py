@@ -2,7 +2,8 @@
 
 A sample is one record, or one sequence of plain text. It shows the tokens that the loss counts in colour. Without
 colour, as in a file, they are between ``[[`` and ``]]``. The marked token is the one that is predicted, not the
-position that predicts it. Each document of a packed sequence begins on its own line.
+position that predicts it. Each document of a packed sequence begins on its own line, and those of a pair of preferences
+have a heading.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _show_source(console: Console, splits: Splits[TokenDataset], tokenizer: Toke
     for sample in range(min(samples, train.records)):
         note = f", {train.note(sample)}" if train.note(sample) else ""
         console.print(f"\nsample {sample}{note}", style="bold", markup=False)
-        for document in train.documents(sample):
+        for number, document in enumerate(train.documents(sample)):
+            if train.names:
+                console.print(f"{train.names[number]}:", style="bold", markup=False)
             console.print(_document_runs(document, tokenizer, coloured), soft_wrap=True)
 
 

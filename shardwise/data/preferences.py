@@ -238,7 +238,7 @@ def rows_of_records(
 def divide_preferences(
     cache: TokenCache, encoder: Encoder, spec: DataSpec
 ) -> tuple[Preferences, Preferences, LeftOut]:
-    """(training pairs, held-out pairs, what is left out) of a cache that a PairEncoder wrote."""
+    """(training pairs, held-out pairs, counts of those left out) of a cache that a PairEncoder wrote."""
     length = spec.sequence_length
     rows, starts, hashes = rows_of_records(cache, 2)
     whole = rows["end"].astype(np.int64) - starts - 1  # inputs of each document

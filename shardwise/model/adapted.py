@@ -61,6 +61,16 @@ def _parameter_signature(block: nn.Module) -> tuple[object, ...]:
     return tuple((name, p.shape, p.requires_grad) for name, p in block.named_parameters())
 
 
+def _with_new_layers(spec: AdapterSpec, base: Blueprint) -> AdapterSpec:
+    """The adapters that also train the layers in full that no pretrained model has."""
+    saved = dict.fromkeys((*spec.modules_to_save, *base.new_layers))
+    return spec.model_copy(update={"modules_to_save": tuple(saved)})
+
+
+def _is_in(name: str, layers: Collection[str]) -> bool:
+    return any(name.startswith(f"{layer}.") for layer in layers)
+
+
 class AdaptedModel(Blueprint):
     """The model of ``base`` with the adapters of a recipe.
 
@@ -76,17 +86,21 @@ class AdaptedModel(Blueprint):
                 why=f"the weights of {base.name} are quantized, so what quantization took from them is not known",
                 fix="give the unquantized model with adapter.quantize: nf4 or int8, or remove init",
             )
-        self.base, self.spec = base, spec
+        self.base, self.spec = base, _with_new_layers(spec, base)
         self.name, self.vocab, self.width = base.name, base.vocab, base.width
         self.origin, self.objective = base.origin, base.objective
         self.trained_in, self.dataset = base.trained_in, base.dataset
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
+        self.new_layers, self.unwritten = base.new_layers, base.unwritten
         with torch.device("meta"):
             model = base.build()
-        require_targets(model, self.targetable(model), spec)
+        require_targets(model, self.targetable(model), self.spec)
         self.start = AdapterFiles(path_of(spec.start_from)) if spec.start_from is not None else None
         if self.start is not None:
-            self.start.require(spec, self.adapter_shapes, shapes_of(model))
+            known = {
+                n: s for n, s in self.adapter_shapes.items() if n in self.start.shapes or not self._is_new(n)
+            }
+            self.start.require(spec, known, shapes_of(model))
 
     def packings(self) -> Mapping[str, StoredPacking]:
         """The base's, unless the recipe quantizes its weights anew."""
@@ -98,10 +112,15 @@ class AdaptedModel(Blueprint):
 
     @cached_property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every trained tensor of the whole model, by name: of adapters, and of modules to save."""
+        """Shape of every tensor of the adapter's files, by name: of adapters, and of modules to save."""
         with torch.device("meta"):
             named = named_parameters(self.build())
-        return {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
+        trained = {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
+        return {name: shape for name, shape in trained.items() if not _is_in(name, self.unwritten)}
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a tensor is of a layer that the pretrained model lacks."""
+        return _is_in(name, self.new_layers)
 
     def config(self) -> dict[str, Any]:
         """PEFT's config, with the shortest target names that match exactly these layers."""
@@ -116,9 +135,11 @@ class AdaptedModel(Blueprint):
             *_shortened([f"{p}.weight" for p in linear if p in renamed], [f"{p}.weight" for p in linear], 3),
         }
         transposed = any(layer.transposed for layer in model.modules() if isinstance(layer, LoraLinear))
-        task = TASKS.get(self.objective or "")
+        task = self.base.peft_task or TASKS.get(self.objective or "")
+        written = tuple(name for name in self.spec.modules_to_save if name not in self.unwritten)
+        spec = self.spec.model_copy(update={"modules_to_save": written})
         config = adapter_config(
-            self.spec, _shortened(layers, linear, 1), parameters, transposed, self.origin, task
+            spec, _shortened(layers, linear, 1), parameters, transposed, self.origin, task
         )
         return with_patterns(config, renamed)
 
@@ -293,7 +314,7 @@ class AdaptedModel(Blueprint):
         with without_adapters(model):
             self.base.fill(model, seed)
         for name, parameter in named_parameters(model):
-            if self.start is not None and parameter.requires_grad:
+            if self.start is not None and parameter.requires_grad and name in self.start.shapes:
                 self.start.read_into(parameter, name)
             elif (side := side_of(name)) == A:
                 fill = fill_uniform if parameter.dim() == 2 else fill_stack
@@ -305,6 +326,9 @@ class AdaptedModel(Blueprint):
             fill_magnitudes(model, with_adapters=self.spec.loftq_iterations > 0)
             return
         self.start.require_copies(named_parameters(model))
+        written = set(self.new_layers) - set(self.unwritten)
+        if any(f"{layer}.weight" not in self.start.shapes for layer in written):
+            return  # of the same base with its own output layer, which its fingerprint is of
         if self.start.fingerprint is not None:
             refuse_other_base(self.start.fingerprint, fingerprint_of(model), str(self.start.folder / TENSORS))
 

@@ -44,6 +44,7 @@ class Decoder(nn.Module):
     embed_positions: nn.Embedding | None
     norm: nn.Module | None
     lm_head: nn.Linear | None
+    score: nn.Linear | None
 
     def __init__(self, dimensions: Dimensions, blocks: range | None = None) -> None:
         """``blocks``: those that are built, if not all."""
@@ -58,6 +59,7 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(d.width, d.vocab, bias=False)
         if d.tied:
             self.lm_head.weight = embed_tokens.weight
+        self.score = None  # in the place of lm_head (scalar_head.py)
         self.first = True
 
     def keep(self, first: bool, last: bool) -> None:
@@ -97,9 +99,10 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             seen = (None, cache[index]) if cache else () if documents is None else (documents,)
             hidden = layer(hidden, rotation, *seen)
-        if self.norm is None or self.lm_head is None:
+        output = self.lm_head or self.score
+        if self.norm is None or output is None:
             return hidden
-        return self.lm_head(self.norm(hidden[:, -1:] if cache else hidden))
+        return output(self.norm(hidden[:, -1:] if cache else hidden))
 
 
 class Block(nn.Module):

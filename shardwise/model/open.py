@@ -29,11 +29,11 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
             why="an update is smaller than the distance between two of their levels",
             fix="train an adapter on them (section adapter:), or give the unquantized model",
         )
-    made = base
+    made = with_head(base, recipe)
     if recipe.adapter is not None:
         from shardwise.model.adapted import AdaptedModel
 
-        made = AdaptedModel(base, recipe.adapter)
+        made = AdaptedModel(made, recipe.adapter)
     made.minimises = _training_objective(recipe)
     return made
 
@@ -61,8 +61,22 @@ def _training_objective(recipe: Recipe) -> TrainingObjective:
     return objective
 
 
+def with_head(base: Blueprint, recipe: Recipe) -> Blueprint:
+    """The recipe's model with the head that its objective trains: one number per token, or also a value."""
+    name = recipe.objective.name if recipe.objective is not None else None
+    if name == "reward":
+        from shardwise.model.scalar_head import scalar_head
+
+        return scalar_head(base)
+    if name == "ppo":
+        from shardwise.model.value_head import value_head
+
+        return value_head(base)
+    return base
+
+
 def base_of(recipe: Recipe) -> Blueprint:
-    """The recipe's model without adapters. Raises as ``blueprint_of``."""
+    """The recipe's model without adapters and with its own head. Raises as ``blueprint_of``."""
     spec, length = recipe.model, recipe.data.sequence_length
     if spec.hf is not None:
         from shardwise.model.hf import HuggingFaceModel

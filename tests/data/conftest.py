@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from shardwise.data import Data, open_data
-from shardwise.recipe.sections import Recipe
+from shardwise.data.dataset import Splits
+from shardwise.data.opening import open_splits
+from shardwise.data.tokenizer import open_tokenizer
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import DataSpec, Recipe
 
 Opener = Callable[..., Data]
 
@@ -40,3 +44,29 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
         return open_data(recipe, dataset)
 
     return open_
+
+
+@pytest.fixture
+def opened_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Splits[Any]]:
+    """`opened_kind(source, tokenizer, kind, **data)` are the sides of a source of samples of a kind."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+
+    def open_(source: Path, tokenizer: str = "bytes", kind: str = "pairs", **data: Any) -> Splits[Any]:
+        spec = DataSpec(source=str(source), tokenizer=tokenizer, **data)
+        return open_splits(spec, open_tokenizer(tokenizer), tmp_path / "cache", kind=kind)
+
+    return open_
+
+
+@pytest.fixture
+def recipe_of_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
+    """`recipe_of_kind(source, kind, **data)` is a recipe whose objective asks for samples of a kind."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+
+    def made(source: Path | None, kind: str = "pairs", **data: Any) -> Recipe:
+        monkeypatch.setattr(Recipe, "samples", property(lambda _: kind))
+        sources = {} if source is None else {"source": str(source)}
+        fields = {"model": {"preset": "tiny"}, "data": {**sources, **data}, "steps": 9, "batch_size": 4}
+        return recipe_of(fields)
+
+    return made

@@ -8,24 +8,24 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from shardwise.cli.main import app
 from shardwise.core.errors import DataError
 from shardwise.data import open_data
 from shardwise.data.batches import batch_of
-from shardwise.data.opening import open_splits
 from shardwise.data.preference_encoding import PairEncoder
 from shardwise.data.preferences import Preferences, sharing
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
-from shardwise.recipe.load import recipe_of
-from shardwise.recipe.sections import DataSpec, Recipe
+from shardwise.recipe.sections import DataSpec
 from tests.data import chat_templates as templates
 from tests.data.test_chat import folder_of
 from tests.data.test_completions import jsonl
@@ -33,6 +33,7 @@ from tests.data.test_completions import jsonl
 transformers = pytest.importorskip("transformers")
 
 Turns = list[dict[str, Any]]
+Kinds = Callable[..., Any]
 SYSTEM = {"role": "system", "content": "Short."}
 USER, MORE = {"role": "user", "content": "Which answer?"}, {"role": "user", "content": "Sure?"}
 FIRST = {"role": "assistant", "content": "Hm."}
@@ -219,11 +220,11 @@ def test_no_extra_end_of_text(folder: str) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_end_is_trained_on_where_it_is_also_the_padding(
-    packing: bool, pairs: Any, tmp_path: Path
+    packing: bool, opened_kind: Kinds, tmp_path: Path
 ) -> None:
     """TRL #6357: the label of the end was masked along with the padding."""
     source = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2=", "chosen": "4", "rejected": "5"})
-    splits = pairs(source, sequence_length=16, held_out=0.0, packing=packing)
+    splits = opened_kind(source, sequence_length=16, held_out=0.0, packing=packing)
     sample = splits.train.sample(0)
     assert splits.train.tokenizer.separator == 0
     labels = sample["labels"][sample["labels"] >= 0].tolist()
@@ -250,17 +251,6 @@ def test_no_token_is_lost_where_the_completion_changes_the_prompts_tokens(folder
 
 
 # ---- samples ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-
-    def opened(source: Path, tokenizer: str = "bytes", kind: str = "pairs", **spec: Any) -> Any:
-        made = DataSpec(source=str(source), tokenizer=tokenizer, **spec)
-        return open_splits(made, open_tokenizer(tokenizer), tmp_path / "cache", kind=kind)
-
-    return opened
 
 
 def many(path: Path, count: int = 40, **more: Any) -> Path:
@@ -297,9 +287,9 @@ def documents_of(sample: dict[str, Any], packed: bool) -> Iterator[tuple[int, by
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_every_pair_is_whole_in_one_sample(packing: bool, tmp_path: Path, pairs: Any) -> None:
+def test_every_pair_is_whole_in_one_sample(packing: bool, tmp_path: Path, opened_kind: Kinds) -> None:
     source = many(tmp_path / "a.jsonl", margin=True)
-    train = pairs(source, sequence_length=48, held_out=0.0, packing=packing).train
+    train = opened_kind(source, sequence_length=48, held_out=0.0, packing=packing).train
     lines = [json.loads(line) for line in source.read_text().splitlines()]
     seen = []
     for index in range(len(train)):
@@ -330,8 +320,12 @@ def test_every_pair_is_whole_in_one_sample(packing: bool, tmp_path: Path, pairs:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_batches_have_the_shapes_of_the_contract(packing: bool, tmp_path: Path, recipe: Any) -> None:
-    data = open_data(recipe(many(tmp_path / "a.jsonl", margin=True), sequence_length=48, packing=packing))
+def test_batches_have_the_shapes_of_the_contract(
+    packing: bool, tmp_path: Path, recipe_of_kind: Kinds
+) -> None:
+    data = open_data(
+        recipe_of_kind(many(tmp_path / "a.jsonl", margin=True), sequence_length=48, packing=packing)
+    )
     train = data._train
     batch = batch_of(train, [0, 1, len(train) - 1, None])
     names = {"input_ids", "labels", "counted", "present", "margin"}
@@ -352,8 +346,10 @@ def test_batches_have_the_shapes_of_the_contract(packing: bool, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_step_is_the_same_on_any_number_of_ranks(packing: bool, tmp_path: Path, recipe: Any) -> None:
-    data = open_data(recipe(many(tmp_path / "a.jsonl"), sequence_length=48, packing=packing))
+def test_a_step_is_the_same_on_any_number_of_ranks(
+    packing: bool, tmp_path: Path, recipe_of_kind: Kinds
+) -> None:
+    data = open_data(recipe_of_kind(many(tmp_path / "a.jsonl"), sequence_length=48, packing=packing))
 
     def rows(degree: int, size: int) -> list[Any]:
         batches = [b for rank in range(degree) for b in data.micro_batches(3, rank, degree, size)]
@@ -372,7 +368,7 @@ def test_the_longer_document_gets_the_room_that_the_shorter_one_leaves() -> None
     assert sharing(whole, 11).tolist() == [[3, 4], [7, 4], [4, 7], [5, 6], [6, 5], [9, 2]]
 
 
-def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, pairs: Any) -> None:
+def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, opened_kind: Kinds) -> None:
     source = jsonl(
         tmp_path / "a.jsonl",
         {"prompt": "a", "chosen": "b" * 3, "rejected": "c" * 3},  # 4 inputs each
@@ -381,7 +377,7 @@ def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, pairs: Any) 
         {"prompt": "a" * 20, "chosen": "b", "rejected": "c"},  # nothing is left to train
         {"prompt": "a", "chosen": "b", "rejected": "b"},
     )
-    splits = pairs(source, sequence_length=8, held_out=0.0)
+    splits = opened_kind(source, sequence_length=8, held_out=0.0)
     assert [splits.train.filled(n) for n in range(len(splits.train))] == [8, 12]
     assert [splits.train.note(n) for n in range(2)] == ["", "cut at its end"]
     said = "\n".join(splits.sentences())
@@ -393,30 +389,30 @@ def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, pairs: Any) 
         "\n1 pairs dropped: chosen and rejected are the same",
     ):
         assert sentence in said
-    packed = pairs(source, sequence_length=8, held_out=0.0, packing=True)
+    packed = opened_kind(source, sequence_length=8, held_out=0.0, packing=True)
     assert [packed.train.filled(n) for n in range(len(packed.train))] == [8, 8]
-    dropped = pairs(source, sequence_length=8, held_out=0.0, too_long="drop")
+    dropped = opened_kind(source, sequence_length=8, held_out=0.0, too_long="drop")
     assert (
         len(dropped.train) == 1 and "too long: 3 pairs dropped; data.too_long is drop" in dropped.sentences()
     )
     with pytest.raises(DataError, match="no pair within a sequence"):
-        pairs(source, sequence_length=1, packing=True)
+        opened_kind(source, sequence_length=1, packing=True)
 
 
-def test_a_pair_without_a_trained_turn_is_left_out(tmp_path: Path, pairs: Any) -> None:
+def test_a_pair_without_a_trained_turn_is_left_out(tmp_path: Path, opened_kind: Kinds) -> None:
     pair = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
     records = [pair, {**pair, "chosen": [{**GOOD, "weight": 0}]}]
-    splits = pairs(jsonl(tmp_path / "a.jsonl", *records), held_out=0.0)
+    splits = opened_kind(jsonl(tmp_path / "a.jsonl", *records), held_out=0.0)
     assert len(splits.train) == 1
     assert "1 pairs dropped: a completion has nothing that is trained on" in splits.sentences()
 
 
-def test_a_pair_is_held_out_by_its_content(tmp_path: Path, pairs: Any) -> None:
+def test_a_pair_is_held_out_by_its_content(tmp_path: Path, opened_kind: Kinds) -> None:
     lines = many(tmp_path / "a.jsonl", 200).read_text().splitlines(keepends=True)
     sides = []
     for name, order in (("b", lines), ("c", lines[::-1])):
         (tmp_path / f"{name}.jsonl").write_text("".join(order))
-        splits = pairs(tmp_path / f"{name}.jsonl", sequence_length=64, held_out=0.1)
+        splits = opened_kind(tmp_path / f"{name}.jsonl", sequence_length=64, held_out=0.1)
         held_out = splits.held_out
         sides.append(sorted(held_out.text(n) for n in range(len(held_out))))
         assert 10 <= len(held_out) <= 40 and len(splits.train) + len(held_out) == 200
@@ -424,10 +420,10 @@ def test_a_pair_is_held_out_by_its_content(tmp_path: Path, pairs: Any) -> None:
 
 
 def test_the_cache_serves_other_lengths_and_packing_and_is_known_by_its_content(
-    tmp_path: Path, pairs: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened_kind: Kinds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = many(tmp_path / "a.jsonl")
-    prints = [pairs(source).fingerprint]
+    prints = [opened_kind(source).fingerprint]
     monkeypatch.setattr(PairEncoder, "encode_all", lambda *_: pytest.fail("tokenized again"))
     ways: list[dict[str, Any]] = [
         {"packing": True},
@@ -435,31 +431,16 @@ def test_the_cache_serves_other_lengths_and_packing_and_is_known_by_its_content(
         {"too_long": "drop"},
         {"held_out": 0.2},
     ]
-    prints += [pairs(source, **way).fingerprint for way in ways]
-    prints.append(pairs(source, kind="unpaired").fingerprint)
+    prints += [opened_kind(source, **way).fingerprint for way in ways]
+    prints.append(opened_kind(source, kind="unpaired").fingerprint)
     assert len(set(prints)) == len(prints)
     monkeypatch.undo()
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(source.read_bytes())
-    assert pairs(moved).fingerprint == prints[0]
+    assert opened_kind(moved).fingerprint == prints[0]
 
 
 # ---- kinds, and refusals ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A recipe of a kind of samples, as an objective asks for it."""
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-
-    def made(source: Path | None, kind: str = "pairs", **data: Any) -> Recipe:
-        monkeypatch.setattr(Recipe, "samples", property(lambda _: kind))
-        sources = {} if source is None else {"source": str(source)}
-        return recipe_of(
-            {"model": {"preset": "tiny"}, "data": {**sources, **data}, "steps": 9, "batch_size": 4}
-        )
-
-    return made
 
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -485,17 +466,19 @@ COMPLETION = {"prompt": "a", "completion": "b"}
     ],
 )
 def test_records_of_another_kind_are_refused(
-    record: Any, kind: str, says: str, tmp_path: Path, pairs: Any
+    record: Any, kind: str, says: str, tmp_path: Path, opened_kind: Kinds
 ) -> None:
     with pytest.raises(DataError) as caught:
-        pairs(jsonl(tmp_path / "a.jsonl", record), kind=kind)
+        opened_kind(jsonl(tmp_path / "a.jsonl", record), kind=kind)
     assert caught.value.exit_code == 3
     assert re.search(says, caught.value.line()), caught.value.line()
 
 
-def test_a_causal_run_still_reads_the_messages_of_ultrafeedback(tmp_path: Path, pairs: Any) -> None:
+def test_a_causal_run_still_reads_the_messages_of_ultrafeedback(tmp_path: Path, opened_kind: Kinds) -> None:
     record = CONVERSATIONS["UltraFeedback"][0]
-    splits = pairs(jsonl(tmp_path / "a.jsonl", record), kind="causal", held_out=0.0, sequence_length=128)
+    splits = opened_kind(
+        jsonl(tmp_path / "a.jsonl", record), kind="causal", held_out=0.0, sequence_length=128
+    )
     assert "format messages" in splits.sentences()[0]
 
 
@@ -514,9 +497,11 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("bad", "says"), MALFORMED, ids=[says for _, says in MALFORMED])
-def test_a_malformed_pair_is_named_by_file_and_line(bad: Any, says: str, tmp_path: Path, pairs: Any) -> None:
+def test_a_malformed_pair_is_named_by_file_and_line(
+    bad: Any, says: str, tmp_path: Path, opened_kind: Kinds
+) -> None:
     with pytest.raises(DataError) as caught:
-        pairs(jsonl(tmp_path / "a.jsonl", PAIR, bad))
+        opened_kind(jsonl(tmp_path / "a.jsonl", PAIR, bad))
     line = caught.value.line()
     assert says in line and "a.jsonl:2" in line and "\n" not in line, line
 
@@ -528,14 +513,14 @@ def test_a_malformed_pair_is_named_by_file_and_line(bad: Any, says: str, tmp_pat
         ({"too_long": "split"}, "too_long: split does not apply"),
     ],
 )
-def test_settings_that_preferences_exclude(asked: Any, says: str, tmp_path: Path, pairs: Any) -> None:
+def test_settings_that_preferences_exclude(asked: Any, says: str, tmp_path: Path, opened_kind: Kinds) -> None:
     with pytest.raises(DataError, match=says):
-        pairs(jsonl(tmp_path / "a.jsonl", PAIR), **asked)
+        opened_kind(jsonl(tmp_path / "a.jsonl", PAIR), **asked)
 
 
-def test_a_mixture_of_pairs(tmp_path: Path, recipe: Any) -> None:
+def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_kind: Kinds) -> None:
     one, two = many(tmp_path / "a.jsonl", 10), many(tmp_path / "b.jsonl", 30)
-    asked = recipe(
+    asked = recipe_of_kind(
         None,
         mixture=[{"source": str(one)}, {"source": str(two), "weight": 3}],
         sequence_length=48,
@@ -544,22 +529,47 @@ def test_a_mixture_of_pairs(tmp_path: Path, recipe: Any) -> None:
     data = open_data(asked)
     batch = data.micro_batches(0, 0, 1, 4)[0]
     assert batch["counted"].sum() == batch["present"].sum() >= 4
-    both = recipe(
+    both = recipe_of_kind(
         None, mixture=[{"source": str(one)}, {"source": str(many(tmp_path / "c.jsonl", margin=True))}]
     )
     with pytest.raises(DataError, match="margin"):
         open_data(both)
 
 
-def test_fields_that_nothing_reads_are_listed(tmp_path: Path, pairs: Any) -> None:
+def test_fields_that_nothing_reads_are_listed(tmp_path: Path, opened_kind: Kinds) -> None:
     source = jsonl(tmp_path / "a.jsonl", {**PAIR, "system": "S.", "note": "n"})
-    assert "not read: note, system" in pairs(source, held_out=0.0).sentences()
+    assert "not read: note, system" in opened_kind(source, held_out=0.0).sentences()
 
 
-def test_data_shows_both_documents(tmp_path: Path, pairs: Any) -> None:
-    train = pairs(jsonl(tmp_path / "a.jsonl", {**PAIR, "margin": 2}), held_out=0.0).train
+def test_data_shows_both_documents(tmp_path: Path, opened_kind: Kinds) -> None:
+    train = opened_kind(jsonl(tmp_path / "a.jsonl", {**PAIR, "margin": 2}), held_out=0.0).train
     assert train.names == ("chosen", "rejected") and train.records == 1 and train.note(0) == "margin 2"
     shown = [[(chr(token), on) for token, on in document] for document in train.documents(0)]
     assert shown == [[("a", False), (c, True), ("\0", True)] for c in "bc"]
     assert train.text(0) == "ab\nac"
     assert isinstance(train, Preferences) and isinstance(train.tokenizer, Tokenizer)
+
+
+# ---- the page ---------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "fine-tune-on-conversations.md"
+
+
+def test_the_page_shows_what_is_read(
+    tmp_path: Path, recipe_of_kind: Kinds, opened_kind: Kinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Preferences\n")[2].partition("\n## ")[0]
+    fences = re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
+    first, second = (text for kind, text in fences if kind == "jsonl")
+    [shown] = (text for kind, text in fences if kind == "text")
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text(first)
+    Path("labels.jsonl").write_text(second)
+    data = "data: {source: pairs.jsonl, sequence_length: 128, packing: true, held_out: 0}\n"
+    Path("pairs.yaml").write_text("model: {preset: tiny}\nsteps: 1\nbatch_size: 1\n" + data)
+    recipe_of_kind(Path("pairs.jsonl"))
+    ran = CliRunner().invoke(app, ["data", "pairs.yaml", "--samples", "1"])
+    assert ran.output == shown
+    labels = opened_kind(Path("labels.jsonl"), kind="unpaired", held_out=0.0).train
+    assert labels.desirable.tolist() == [1, 0]
+    assert len(opened_kind(Path("labels.jsonl"), kind="prompts", held_out=0.0, sequence_length=64).train) == 1

@@ -10,6 +10,7 @@ model with them is refused (repeated heads would train differently), and so are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ _GPT2_OUTSIDE = {
     "embed_positions": "transformer.wpe",
     "norm": "transformer.ln_f",
     "lm_head": "lm_head",
+    "score": "score",
 }
 
 
@@ -60,9 +62,22 @@ def native_hf_folder(d: Dimensions, shapes: Mapping[str, TensorShape]) -> HFFold
     return HFFolder(_gpt2_config(d), list(_gpt2_groups(shapes)))
 
 
+def scoring_folder(causal: HFFolder) -> HFFolder:
+    """The folder of a decoder with ``score`` in the place of its output layer."""
+    causal_class: str = causal.config["architectures"][0]
+    kind = causal_class.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    return replace(causal, config=scoring_config(causal.config, f"{kind}ForSequenceClassification"))
+
+
+def scoring_config(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """A language model's config for a class of transformers that returns one number for a sequence."""
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**config, **labels, "architectures": [architecture], "tie_word_embeddings": False}
+
+
 def _rotary_name(name: str) -> str:
     """The name of transformers' Llama."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
+    return name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
 
 
 def _class_of(d: Dimensions) -> str:

@@ -134,6 +134,10 @@ class HuggingFaceModel(Blueprint):
         return self._departures
 
     def build(self, depth: int | None = None) -> nn.Module:
+        return build_for(self.objective, self.shallow_config(depth), self.source)
+
+    def shallow_config(self, depth: int | None = None) -> Any:
+        """A copy of the config, for so many blocks."""
         config = copy.deepcopy(self.config)
         if depth is not None:
             text = config.get_text_config()
@@ -141,7 +145,7 @@ class HuggingFaceModel(Blueprint):
             text.num_hidden_layers = depth
             for key, values in lists.items():
                 setattr(text, key, values[:depth])
-        return build_for(self.objective, config, self.source)
+        return config
 
     @cached_property
     def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]

@@ -136,7 +136,7 @@ def shape_of(
     limit = _context_limit(context)
     spec = DataSpec(source=source, tokenizer=model, sequence_length=limit)
     tokenizer = tokenizer_of(spec)
-    if format_of(spec, open_source(source, spec.text_key)) == "text":
+    if format_of(spec, open_source(source, spec.text_key), objective) == "text":
         return _shape_of_text(spec, tokenizer, objective)
     train = open_splits(spec, tokenizer, default_root(), kind=objective).train
     tokens = train.lengths()

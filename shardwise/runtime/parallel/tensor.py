@@ -13,6 +13,8 @@
     own         shards the first dim of a module's own weights, such as a bias per head
     experts     whole experts of a mixture on each rank (experts.py)
     tail        replicated; the gradients of its last outputs are all-reduced (experts.py)
+    values      replicated, for numbers per token: outputs of a part of the sequence are all-gathered for a loss that is
+                equal on all ranks
 
 Between a column layer and the next row layer each rank computes with its heads or its part of the inner width. With
 Megatron's sequence parallelism (Korthikanti et al. 2022), the other layers compute on a part of the sequence, and
@@ -44,6 +46,7 @@ from shardwise.runtime.parallel.regathering import RegatheringLinear
 from shardwise.runtime.parallel.tensor_hooks import (
     ColumnInput,
     GatheredOutput,
+    GatheredSequence,
     InputPart,
     LocalWeights,
     PositionsPart,
@@ -59,7 +62,7 @@ _CUT = {
     "gathered": 0, "split": 1, "own": 0, "experts": 0,
 }  # fmt: skip
 """The sharded dim of the weight."""
-HOW = (*_CUT, "positions", "summed", "tail")
+HOW = (*_CUT, "positions", "summed", "tail", "values")
 _ENTERED = ("column", "logits", "gathered")
 """Layers with a collective on their input."""
 _REDUCED = ("row", "split")
@@ -260,6 +263,8 @@ def _register_hooks(
         layer.register_forward_hook(SummedTail(ranks, split.last).after)
     elif how == "logits":
         layer.register_forward_hook(WholeLogits(model).after)
+    elif how == "values" and sequence_parallel:
+        layer.register_forward_hook(GatheredSequence(ranks).after)
 
 
 def _partial_sums(layer: nn.Module) -> tuple[str, ...]:

@@ -148,6 +148,17 @@ class GatheredOutput:
 
 
 @dataclass(eq=False)
+class GatheredSequence:
+    """All-gathers outputs [..., s / ranks, 1] along the sequence, for a computation that is equal on all ranks."""
+
+    ranks: TPGroup
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        part = result.squeeze(-1)
+        return gathered_last_dim(part, self.ranks, self.ranks.size * part.shape[-1]).unsqueeze(-1)
+
+
+@dataclass(eq=False)
 class PositionsPart:
     """Takes this rank's part of the positions [..., s]."""
 

@@ -1,0 +1,167 @@
+"""Models of transformers with another head: ``score`` instead of logits (model/scalar_head.py), or a value head
+(model/value_head.py).
+
+The class of the built model is a subclass of the causal one. With ``score`` its forward pass leaves out what the causal
+class does to logits, such as a cap, as transformers' ForSequenceClassification does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.files.folder_layout import HFFolder, unchanged_tensor
+from shardwise.model.files.native_folder import scoring_config
+from shardwise.model.hf.conversion import match_names
+from shardwise.model.hf.model import HuggingFaceModel
+from shardwise.model.scalar_head import SCORE, fill_score, no_head, score_layer, scoring_plan
+from shardwise.model.stage import Stage
+from shardwise.model.value_head import VALUE_HEAD, attach, fill_zeros, valuing_plan
+from shardwise.runtime.parallel.tensor import TensorPlan
+
+
+class _OtherHead(HuggingFaceModel):
+    """The model of ``base`` with another head."""
+
+    def __init__(self, base: HuggingFaceModel) -> None:
+        cached = {
+            name
+            for kind in type(base).__mro__
+            for name, v in vars(kind).items()
+            if isinstance(v, cached_property)
+        }
+        self.__dict__.update({name: value for name, value in vars(base).items() if name not in cached})
+
+    @classmethod
+    def of(cls, base: HuggingFaceModel) -> Self:
+        """Raises RecipeError if the model is not causal, or has no plain linear output layer."""
+        if base.objective != "causal":
+            raise no_head(base, "the last token has to see the whole text, so attention has to be causal")
+        with torch.device("meta"):
+            model: Any = base.build()
+        if type(model.get_output_embeddings()) is not nn.Linear or model.base_model is model:
+            raise no_head(
+                base, f"{type(model).__name__} has no plain linear layer on the output of its base model"
+            )
+        return cls(base)
+
+    @cached_property
+    def _has_score(self) -> bool:
+        """Whether the folder has the layer."""
+        return match_names(self._reference, self._files()).covers(f"{SCORE}.weight")
+
+
+class ScoringModel(_OtherHead):
+    """A model of transformers with ``score``."""
+
+    new_layers = (SCORE,)
+    peft_task = "SEQ_CLS"
+
+    def build(self, depth: int | None = None) -> nn.Module:
+        return _scoring(super().build(depth))
+
+    def output(self, model: nn.Module) -> None:
+        return None
+
+    def tensor_plan(self, model: nn.Module) -> TensorPlan:
+        return scoring_plan(super().tensor_plan(model))
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        super().fill(model, seed)
+        if not self._has_score:
+            fill_score(model, seed)
+
+    def departures(self, bits: int) -> tuple[str, ...]:
+        unknown = f"transformers has no class that reads the scores of {self.config.model_type}: it cannot be exported"
+        return (*super().departures(bits), *([] if self._architecture else [unknown]))
+
+    @cached_property
+    def _architecture(self) -> str:
+        """transformers' class of this model with ``score``; "" if it has none."""
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+
+        kind: Any = CLASSES.get(type(self.config), None)
+        if kind is None:
+            return ""
+        with torch.device("meta"):
+            return kind.__name__ if hasattr(kind(self.shallow_config(1)), SCORE) else ""
+
+    def hf_folder(self) -> HFFolder:
+        if not self._architecture:
+            raise RecipeError(
+                "this reward model cannot be written for transformers",
+                where=f"model.hf: {self.source}",
+                why=f"transformers has no sequence classification of {self.config.model_type} with a {SCORE} layer",
+                fix="the run's checkpoints hold its weights as safetensors",
+            )
+        layout = super().hf_folder()
+        groups = list(layout.groups)
+        if not self._has_score:
+            name = f"{SCORE}.weight"
+            groups.append(unchanged_tensor(name, name, tuple(self._reference.get_parameter(name).shape)))
+        return HFFolder(scoring_config(layout.config, self._architecture), groups)
+
+
+class ValuingModel(_OtherHead):
+    """A model of transformers with a value head."""
+
+    new_layers = unwritten = (VALUE_HEAD,)
+
+    def build(self, depth: int | None = None) -> nn.Module:
+        model: Any = super().build(depth)
+        attach(model, model.get_output_embeddings())
+        return _may_lack(model, VALUE_HEAD)
+
+    def stage(self, stage: Stage) -> nn.Module:
+        model = super().stage(stage)
+        if not stage.last:
+            delattr(model, VALUE_HEAD)
+        return model
+
+    def tensor_plan(self, model: nn.Module) -> TensorPlan:
+        return valuing_plan(super().tensor_plan(model))
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        super().fill(model, seed)
+        fill_zeros(model)
+
+
+def _scoring(model: Any) -> nn.Module:
+    """A causal model whose output layer is replaced by ``score``."""
+    causal, output = type(model), model.get_output_embeddings()
+    path = next(path for path, module in model.named_modules() if module is output)
+    owner = model.get_submodule(path.rpartition(".")[0])
+    delattr(owner, path.rpartition(".")[2])
+    model.add_module(SCORE, score_layer(output.in_features))
+
+    def forward(self: Any, *args: Any, **inputs: Any) -> Any:
+        from transformers.modeling_outputs import CausalLMOutput
+
+        hidden = self.base_model(*args, **inputs).last_hidden_state
+        return CausalLMOutput(logits=self.score(hidden))
+
+    forward.__signature__ = inspect.signature(causal.forward)  # type: ignore[attr-defined]
+    own = {
+        "forward": forward,
+        "get_output_embeddings": lambda self: self.score,
+        "set_output_embeddings": lambda self, layer: setattr(self, SCORE, layer),
+        "__module__": causal.__module__,
+    }
+    model.__class__ = type(causal.__name__, (causal,), own)
+    model._keys_to_ignore_on_load_unexpected = [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        rf"^{path}\.",
+    ]
+    return _may_lack(model, SCORE)
+
+
+def _may_lack(model: Any, layer: str) -> nn.Module:
+    """The model, whose folder need not have a layer."""
+    known = model._keys_to_ignore_on_load_missing or ()
+    model._keys_to_ignore_on_load_missing = [*known, rf"^{layer}\."]
+    return cast("nn.Module", model)

@@ -1,0 +1,155 @@
+"""Models with a number per token: a score in the place of logits, and a value beside them, under every layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.dryrun.run import dry_run
+from shardwise.engine.build import build
+from shardwise.engine.step import step
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.adapted import AdaptedModel
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, TrainingObjective
+from shardwise.model.open import base_of
+from shardwise.model.scalar_head import scalar_head, values
+from shardwise.model.value_head import log_probabilities_and_values, value_head
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import gather, named_parameters
+from shardwise.technique import SETTINGS, strategy_from
+from shardwise.verifier.reference import GradientScale, ReferenceLoss, reference_model, train_reference
+from tests.harness.pool import Pool
+
+LENGTH, ROWS, STEPS, VOCAB = 16, 8, 3, 256
+LLAMA: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": VOCAB}
+VALUES: dict[str, Any] = {
+    "data": {"sequence_length": LENGTH},
+    "steps": STEPS,
+    "batch_size": ROWS,
+    "optimizer": {"learning_rate": 1e-2, "clip_norm": None},
+    "schedule": {"name": "constant", "warmup": 0},
+}
+
+
+def _targets(labels: Tensor, dtype: torch.dtype) -> Tensor:
+    return labels.to(dtype).sin()
+
+
+class Scores(TrainingObjective):
+    """Squares of the distances of scores from numbers of their labels."""
+
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        valid, scores = batch["labels"] >= 0, values(blueprint, model, batch)
+        return ((scores - _targets(batch["labels"], scores.dtype)).square() * valid).sum(), valid.sum()
+
+
+class Both(TrainingObjective):
+    """Cross-entropies, and squares of the distances of values from numbers of their labels."""
+
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        valid = batch["labels"] >= 0
+        logs, estimates = log_probabilities_and_values(blueprint, model, batch)
+        assert estimates.shape == logs.shape == valid.shape
+        squares = (estimates - _targets(batch["labels"], estimates.dtype)).square()
+        return ((squares - logs) * valid).sum(), valid.sum()
+
+
+def made(kind: str, model: dict[str, Any], adapter: dict[str, Any] | None) -> tuple[Recipe, Blueprint]:
+    recipe = recipe_of({**VALUES, "model": model, "adapter": adapter}, SETTINGS)
+    blueprint = (scalar_head if kind == "score" else value_head)(base_of(recipe))
+    if recipe.adapter is not None:
+        blueprint = AdaptedModel(blueprint, recipe.adapter)
+    blueprint.minimises = Scores() if kind == "score" else Both()
+    return recipe, blueprint
+
+
+def micro_batches(rank: int, ranks: int) -> list[list[Batch]]:
+    """Of every step: rows of ids; a part of their labels is ignored."""
+    chance = torch.Generator().manual_seed(3)
+    steps = []
+    for _ in range(STEPS):
+        ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=chance)
+        labels = ids.roll(-1, 1).masked_fill(torch.rand(ids.shape, generator=chance) < 0.3, -100)
+        mine = slice(rank, None, ranks)
+        pairs = zip(ids[mine].split(2), labels[mine].split(2), strict=True)
+        steps.append([{"input_ids": i, "labels": t} for i, t in pairs])
+    return steps
+
+
+Trained = tuple[list[tuple[float, float]], dict[str, Tensor]]
+"""(loss, gradient norm) of every step, and the weights after them."""
+
+
+def plain(kind: str, model: dict[str, Any], adapter: dict[str, Any] | None) -> Trained:
+    recipe, blueprint = made(kind, model, adapter)
+    whole = reference_model(blueprint, recipe.seed, torch.float64)
+    if adapter is not None:
+        for name, parameter in whole.named_parameters():
+            parameter.requires_grad_("lora" in name or name.startswith(blueprint.new_layers))
+    loss = ReferenceLoss(blueprint, recipe.seed, torch.float64)
+    batches = iter(micro_batches(0, 1))
+    steps = [
+        (seen.loss, seen.grad_norm)
+        for seen in train_reference(recipe, blueprint, whole, loss, batches, GradientScale())
+    ]
+    return steps, {name: p.detach() for name, p in whole.named_parameters()}
+
+
+Job = tuple[str, dict[str, Any], dict[str, Any] | None, dict[str, Any]]
+
+
+def trained_ranks(jobs: list[Job]) -> list[Trained]:
+    return [trained_rank(*job) for job in jobs]
+
+
+def trained_rank(
+    kind: str, model: dict[str, Any], adapter: dict[str, Any] | None, settings: dict[str, Any]
+) -> Trained:
+    recipe, blueprint = made(kind, model, adapter)
+    strategy = strategy_from({"precision": "fp64", "micro_batch_size": 2, **settings})
+    run = build(recipe, blueprint, strategy, torch.device("cpu"))
+    steps = []
+    for batches in micro_batches(run.data_rank, run.data_degree):
+        result = step(run, batches, 1e-2)
+        steps.append((float(result.loss), float(result.grad_norm)))
+    return steps, {name: gather(p).detach() for name, p in named_parameters(run.model)}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero_stage": 0},
+    "zero 3": {"zero_stage": 3, "activation_checkpointing": "full"},
+    "tensor": {"tensor_parallel": 2},
+    "tensor, sequence shares": {"tensor_parallel": 2, "tensor_sequence_parallel": "gathered"},
+    "pipeline": {"pipeline_parallel": 2},
+    "context": {"sequence_parallel": 2, "sequence_method": "ring"},
+    "chunked": {"zero_stage": 2, "loss": "chunked", "offload": "optimizer"},
+}
+LORA = {"name": "lora", "rank": 4, "targets": "all"}
+
+
+def agree(found: Trained, expected: Trained, tolerance: float) -> None:
+    for (loss, norm), (known_loss, known_norm) in zip(found[0], expected[0], strict=True):
+        assert loss == pytest.approx(known_loss, rel=tolerance)
+        assert norm == pytest.approx(known_norm, rel=tolerance)
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, expected[1][name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["score", "value"])
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["whole", "lora"])
+def test_trains_as_one_plain_process(kind: str, adapter: dict[str, Any] | None, pool: Pool) -> None:
+    tied = {**LLAMA, "tied": kind == "score"}
+    expected = plain(kind, tied, adapter)
+    assert expected[0][0][0] != expected[0][-1][0]
+    jobs = [(kind, tied, adapter, settings) for settings in LAYOUTS.values()]
+    for ranks in pool.run(2, trained_ranks, jobs, timeout=120):
+        for name, found in zip(LAYOUTS, ranks, strict=True):
+            print(name, found[0])
+            agree(found, expected, 1e-10)
