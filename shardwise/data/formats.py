@@ -146,7 +146,7 @@ def _detected(fields: frozenset[str], text_key: str, kind: str) -> str:
         return opened[0]
     if kind == "unpaired" and formats and fields.intersection(LABELS):
         return "unpaired"
-    preferred = kind in ("pairs", "unpaired") or formats[:1] == [
+    preferred = kind in ("pairs", "scored", "unpaired") or formats[:1] == [
         "sharegpt"
     ]  # its turns may be the prompt of pairs
     if "preference" in formats and preferred:

@@ -31,7 +31,7 @@ OPENERS: Mapping[tuple[str, str], Opener] = {
     ("masked", "text"): open_text,
     **{("causal", name): open_completions for name in ("messages", "sharegpt", "prompt", "alpaca")},
     **{("seq2seq", name): open_pairs for name in ("prompt", "alpaca")},
-    ("pairs", "preference"): open_preferences,
+    **{(kind, "preference"): open_preferences for kind in ("pairs", "scored")},
     **{("unpaired", name): open_unpaired for name in ("unpaired", "preference")},
     **{("prompts", name): open_prompts for name in ("messages", "sharegpt", "prompt", "alpaca")},
 }
@@ -46,6 +46,7 @@ STREAMED: Mapping[tuple[str, str], Opener] = {
 
 _NEEDS: Mapping[str, str] = {
     "pairs": "pairs: chosen and rejected, perhaps prompt",
+    "scored": "pairs: chosen and rejected, perhaps prompt",
     "unpaired": "completions with a label, or pairs",
     "prompts": "prompts",
 }

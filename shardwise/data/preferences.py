@@ -10,6 +10,9 @@ the length of both documents), whose documents attention keeps apart. A pair is 
 pairs. `document` is 2k for the chosen and 2k + 1 for the rejected document of pair k. `present` is 1 for a pair and 0
 for padding. If the records have margins, `margin` fp32 is next to it.
 
+A pair that is *scored*, for a reward model, has all its tokens as inputs, and one target for each document: at its last
+token, where the score is read.
+
 A document that is too long is cut: padded, to a sequence; packed, so that both documents fit into one. Then neither has
 less than half of it, unless it is shorter. Left out are pairs of which a document would train nothing after the cut,
 and pairs whose documents would be equal.
@@ -63,6 +66,8 @@ class Preferences(TokenDataset):
         offsets: start of each sample in `order`, [samples + 1].
         length: tokens of a row.
         packed: whether several pairs share a row.
+        scored: whether each document has one target, at its last token. Then ``ends`` count one token more, of no
+            meaning, which that target is.
     """
 
     cache: TokenCache
@@ -76,6 +81,7 @@ class Preferences(TokenDataset):
     offsets: TokenIds
     length: int
     packed: bool
+    scored: bool = False
 
     from_records = True
     names = SIDES
@@ -136,7 +142,11 @@ class Preferences(TokenDataset):
         return {"present": present, "margin": margins}
 
     def _document(self, pair: int, side: int) -> Document:
-        return self.cache.document(int(self.starts[pair, side]), int(self.ends[pair, side]))
+        start, end = int(self.starts[pair, side]), int(self.ends[pair, side])
+        if not self.scored:
+            return self.cache.document(start, end)
+        tokens, _ = self.cache.document(start, end - 1)
+        return np.append(tokens, self.tokenizer.separator), np.arange(end - start) == end - start - 1
 
     def filled(self, index: int) -> int:
         pairs = self.members(index)
@@ -172,6 +182,8 @@ class Preferences(TokenDataset):
     @property
     def trained_targets(self) -> int:
         """Number of those that the loss counts."""
+        if self.scored:
+            return self.starts.size
         ranges = zip(self.starts.ravel().tolist(), self.ends.ravel().tolist(), strict=True)
         return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
 
@@ -198,7 +210,8 @@ def open_preferences(opened: OpenedSource) -> Splits[Preferences]:
     require_completions(spec)
     encoder = PairEncoder(spec, opened.tokenizer)
     cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
-    train, held_out, left_out = divide_preferences(cache, encoder, spec)
+    scored = opened.kind == "scored"
+    train, held_out, left_out = divide_preferences(cache, encoder, spec, scored)
     if not len(train):
         raise DataError(
             "no pair within a sequence",
@@ -207,7 +220,14 @@ def open_preferences(opened: OpenedSource) -> Splits[Preferences]:
             f" that fit into {spec.sequence_length:,}",
             fix="raise data.sequence_length",
         )
-    parts = [cache.header.digest, spec.sequence_length, spec.held_out, "pairs", spec.packing, spec.too_long]
+    parts = [
+        cache.header.digest,
+        spec.sequence_length,
+        spec.held_out,
+        opened.kind,
+        spec.packing,
+        spec.too_long,
+    ]
     return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, left_out, spec))
 
 
@@ -236,12 +256,12 @@ def rows_of_records(
 
 
 def divide_preferences(
-    cache: TokenCache, encoder: Encoder, spec: DataSpec
+    cache: TokenCache, encoder: Encoder, spec: DataSpec, scored: bool = False
 ) -> tuple[Preferences, Preferences, LeftOut]:
     """(training pairs, held-out pairs, counts of those left out) of a cache that a PairEncoder wrote."""
     length = spec.sequence_length
     rows, starts, hashes = rows_of_records(cache, 2)
-    whole = rows["end"].astype(np.int64) - starts - 1  # inputs of each document
+    whole = rows["end"].astype(np.int64) - starts - (0 if scored else 1)  # inputs of each document
     room = sharing(whole, length) if spec.packing else np.minimum(whole, length)
     firsts = rows["first"].astype(np.int64)
     cut = np.any(room < whole, axis=1)
@@ -252,6 +272,8 @@ def divide_preferences(
     else:
         fits, left_out = ~untrained & ~equal, LeftOut(0, int(untrained.sum()), int(equal.sum()))
     is_held_out = held_out_records(hashes[fits], spec.held_out)
+    if scored:
+        firsts = room
     margins = rows["value"][:, 0].astype(np.float32) if cache.header.margins else None
 
     def side(mask: npt.NDArray[np.bool_]) -> Preferences:
@@ -264,7 +286,7 @@ def divide_preferences(
         own = None if margins is None else margins[fits][mask]
         return Preferences(
             cache, encoder, first, last, firsts[fits][mask], own, cut[fits][mask], order, offsets, length,
-            spec.packing,
+            spec.packing, scored,
         )  # fmt: skip
 
     return side(~is_held_out), side(is_held_out), left_out

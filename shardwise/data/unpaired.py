@@ -226,7 +226,7 @@ def open_unpaired(opened: OpenedSource) -> Splits[Unpaired]:
 def divide_unpaired(
     cache: TokenCache, encoder: Encoder, spec: DataSpec
 ) -> tuple[Unpaired, Unpaired, LeftOut]:
-    """(training records, held-out records, counts of those left out) of a cache that an encoder of preferences wrote."""
+    """(training records, held-out records, counts of those left out) of a cache of preferences."""
     length, step = spec.sequence_length, encoder.documents
     rows, starts, hashes = rows_of_records(cache, step)
     desirable = rows["value"].astype(np.int64) if step == 1 else np.tile([1, 0], (len(rows), 1))

@@ -63,12 +63,12 @@ def _training_objective(recipe: Recipe) -> TrainingObjective:
 
 def with_head(base: Blueprint, recipe: Recipe) -> Blueprint:
     """The recipe's model with the head that its objective trains: one number per token, or also a value."""
-    name = recipe.objective.name if recipe.objective is not None else None
-    if name == "reward":
+    head = recipe.objective.head if recipe.objective is not None else ""
+    if head == "score":
         from shardwise.model.scalar_head import scalar_head
 
         return scalar_head(base)
-    if name == "ppo":
+    if head == "value":
         from shardwise.model.value_head import value_head
 
         return value_head(base)

@@ -44,7 +44,8 @@ READ: Mapping[str, Mapping[str, Any]] = {
 """The keys that each named objective reads, with their defaults."""
 
 SAMPLES: Mapping[str, str] = {
-    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo", "cpo", "reward"), "pairs"),
+    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo", "cpo"), "pairs"),
+    "reward": "scored",
     "kto": "unpaired",
     **dict.fromkeys(("grpo", "rloo", "ppo"), "prompts"),
 }
@@ -142,6 +143,12 @@ class ObjectiveSpec(Section):
         """Whether the loss compares with a reference model."""
         compares = "reference_quantize" in READ.get(self.name or "", {})
         return compares and not self.reference_free and (self.name in _PREFER or bool(self.beta))
+
+    @property
+    def head(self) -> Literal["score", "value", ""]:
+        """What the model has instead of its output layer, or beside it: a number per token; "" for neither."""
+        heads: dict[str | None, Literal["score", "value"]] = {"reward": "score", "ppo": "value"}
+        return heads.get(self.name, "")
 
     @property
     def needs_whole_step(self) -> bool:

@@ -83,13 +83,13 @@ class DocumentObjective(TrainingObjective):
         """Values of documents [rows, d] by unit: [m, units of a sample, answers_per_unit]."""
         return documents.view(*batch["present"].shape, self.answers_per_unit)
 
-    def _documents(self, batch: Batch) -> int:
+    def documents(self, batch: Batch) -> int:
         """Documents of a row."""
         return batch["present"].numel() * self.answers_per_unit // batch["input_ids"].shape[0]
 
     def answers(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Answers:
         """Log-probabilities by unit, [m, units, answers_per_unit]."""
-        found = answers(blueprint, model, batch, self._documents(batch))
+        found = answers(blueprint, model, batch, self.documents(batch))
         return Answers(self.units(batch, found.sums), self.units(batch, found.lengths))
 
     def total(self, model: nn.Module, losses: Tensor, batch: Batch) -> Tensor:
