@@ -32,7 +32,7 @@ def _commands(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.adapter is None:
             yield f"shardwise export {here} {shlex.quote(str(folder / MODEL))}", "for shardwise.load_into"
         return
-    if recipe.model.objective == "causal":
+    if recipe.writes_text:
         if trained_on_chats(recipe):
             yield f"shardwise chat {here}", "talk with it"
         else:

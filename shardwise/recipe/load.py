@@ -25,7 +25,7 @@ from shardwise.core.paths import path_of
 from shardwise.core.strategy import Setting
 from shardwise.recipe.checks import contradictions
 from shardwise.recipe.error_messages import Complaint, explain, first_error, nearest_name, unknown_key
-from shardwise.recipe.overrides import overridden
+from shardwise.recipe.overrides import NAMED, overridden
 from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.section import Section
 from shardwise.recipe.sections import Recipe
@@ -162,12 +162,12 @@ def _checked_recipe(document: YamlDocument, settings: Sequence[Setting[Any]]) ->
 
 
 def _with_sections(document: YamlDocument) -> YamlDocument:
-    """The document with sections that are written as their name alone: ``objective: dpo``."""
-    name = document.values.get("objective")
+    """The document with the section that is written as its name alone as a section."""
+    name = document.find(NAMED)
     if not isinstance(name, str):
         return document
-    origins = {**document.origins, ("objective", "name"): document.origin(("objective",))}
-    return replace(document, values={**document.values, "objective": {"name": name}}, origins=origins)
+    origins = {**document.origins, (*NAMED, "name"): document.origin(NAMED)}
+    return replace(document, values={**document.values, str(NAMED[0]): {"name": name}}, origins=origins)
 
 
 def _without_unset(values: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:

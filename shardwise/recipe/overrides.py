@@ -23,6 +23,9 @@ from shardwise.recipe.yaml_source import (
     resolve_scalar,
 )
 
+NAMED: KeyPath = ("objective",)
+"""The section that may be written as its name alone: ``objective: dpo``."""
+
 _KEY_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 
 
@@ -41,6 +44,8 @@ def overridden(
     values, origins = copy.deepcopy(document.values), dict(document.origins)
     for position, override in enumerate(overrides, 1):
         path, value, inner = _read_override(override)
+        if path == NAMED and isinstance(value, str):
+            value, inner = {"name": value}, {("name",): Origin(position, 1)}
         section, made = _section(values, path)
         if value is not None and path not in document.origins:
             for neighbour in replaces.get(path, ()):

@@ -336,6 +336,12 @@ class Recipe(Section):
     """experiment trackers that get every metric and event: a list of csv, tensorboard, wandb, mlflow, trackio"""
 
     @property
+    def writes_text(self) -> bool:
+        """Whether the trained model continues a text."""
+        scores = self.objective is not None and self.objective.head == "score"
+        return self.model.factory is None and self.model.objective == "causal" and not scores
+
+    @property
     def samples(self) -> str:
         """The kind of samples that it is trained on (data/opening.py)."""
         named = self.objective.name if self.objective is not None else None

@@ -74,7 +74,7 @@ def answers(folder: Path, device: str = "cpu") -> list[AnswerSample]:
         ShardwiseError: the data or the model cannot be opened.
     """
     recipe, _ = read_job(folder)
-    if recipe.model.factory is not None or recipe.model.objective != "causal":
+    if not recipe.writes_text:
         return []
     questions = list(_questions(recipe, COUNT, ANSWER_TOKENS))
     precision = "fp32" if device == HOST.torch_type else "bf16"
@@ -91,7 +91,7 @@ def record_sample(folder: Path) -> None:
     recipe, _ = read_job(folder)
     shortest, longest = SAMPLE_TOKENS
     affordable = int(SAMPLE_FLOPS / (2 * outcome.parameters * recipe.data.sequence_length))
-    if affordable < shortest:
+    if affordable < shortest or not recipe.writes_text:
         return
     try:
         sample = _sample_of_text(folder, recipe, min(affordable, longest))
