@@ -321,10 +321,10 @@ def test_every_pair_is_whole_in_one_sample(packing: bool, tmp_path: Path, opened
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_batches_have_the_shapes_of_the_contract(
-    packing: bool, tmp_path: Path, recipe_of_kind: Kinds
+    packing: bool, tmp_path: Path, recipe_of_objective: Kinds
 ) -> None:
     data = open_data(
-        recipe_of_kind(many(tmp_path / "a.jsonl", margin=True), sequence_length=48, packing=packing)
+        recipe_of_objective(many(tmp_path / "a.jsonl", margin=True), sequence_length=48, packing=packing)
     )
     train = data._train
     batch = batch_of(train, [0, 1, len(train) - 1, None])
@@ -347,9 +347,9 @@ def test_batches_have_the_shapes_of_the_contract(
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_step_is_the_same_on_any_number_of_ranks(
-    packing: bool, tmp_path: Path, recipe_of_kind: Kinds
+    packing: bool, tmp_path: Path, recipe_of_objective: Kinds
 ) -> None:
-    data = open_data(recipe_of_kind(many(tmp_path / "a.jsonl"), sequence_length=48, packing=packing))
+    data = open_data(recipe_of_objective(many(tmp_path / "a.jsonl"), sequence_length=48, packing=packing))
 
     def rows(degree: int, size: int) -> list[Any]:
         batches = [b for rank in range(degree) for b in data.micro_batches(3, rank, degree, size)]
@@ -518,9 +518,9 @@ def test_settings_that_preferences_exclude(asked: Any, says: str, tmp_path: Path
         opened_kind(jsonl(tmp_path / "a.jsonl", PAIR), **asked)
 
 
-def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_kind: Kinds) -> None:
+def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_objective: Kinds) -> None:
     one, two = many(tmp_path / "a.jsonl", 10), many(tmp_path / "b.jsonl", 30)
-    asked = recipe_of_kind(
+    asked = recipe_of_objective(
         None,
         mixture=[{"source": str(one)}, {"source": str(two), "weight": 3}],
         sequence_length=48,
@@ -529,7 +529,7 @@ def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_kind: Kinds) -> None:
     data = open_data(asked)
     batch = data.micro_batches(0, 0, 1, 4)[0]
     assert batch["counted"].sum() == batch["present"].sum() >= 4
-    both = recipe_of_kind(
+    both = recipe_of_objective(
         None, mixture=[{"source": str(one)}, {"source": str(many(tmp_path / "c.jsonl", margin=True))}]
     )
     with pytest.raises(DataError, match="margin"):
@@ -556,20 +556,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "fine-tune-on-conversatio
 
 
 def test_the_page_shows_what_is_read(
-    tmp_path: Path, recipe_of_kind: Kinds, opened_kind: Kinds, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened_kind: Kinds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## Preferences\n")[2].partition("\n## ")[0]
     fences = re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
     first, second = (text for kind, text in fences if kind == "jsonl")
-    [shown] = (text for kind, text in fences if kind == "text")
+    [recipe], [shown] = ([text for kind, text in fences if kind == name] for name in ("yaml", "console"))
     monkeypatch.chdir(tmp_path)
     Path("pairs.jsonl").write_text(first)
     Path("labels.jsonl").write_text(second)
-    data = "data: {source: pairs.jsonl, sequence_length: 128, packing: true, held_out: 0}\n"
-    Path("pairs.yaml").write_text("model: {preset: tiny}\nsteps: 1\nbatch_size: 1\n" + data)
-    recipe_of_kind(Path("pairs.jsonl"))
+    Path("pairs.yaml").write_text(recipe)
     ran = CliRunner().invoke(app, ["data", "pairs.yaml", "--samples", "1"])
-    assert ran.output == shown
+    assert f"$ shardwise data pairs.yaml --samples 1\n{ran.output}" == shown
     labels = opened_kind(Path("labels.jsonl"), kind="unpaired", held_out=0.0).train
     assert labels.desirable.tolist() == [1, 0]
-    assert len(opened_kind(Path("labels.jsonl"), kind="prompts", held_out=0.0, sequence_length=64).train) == 1
