@@ -63,7 +63,7 @@ def recipe_of_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     """`recipe_of_objective(source, objective, **data)` is a recipe with an objective."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
-    def made(source: Path | None, objective: str = "dpo", **data: Any) -> Recipe:
+    def made(source: Path | None, objective: object = "dpo", **data: Any) -> Recipe:
         sources = {} if source is None else {"source": str(source)}
         fields = {"model": {"preset": "tiny"}, "data": {**sources, **data}, "steps": 9, "batch_size": 4}
         return recipe_of({**fields, "objective": objective})
