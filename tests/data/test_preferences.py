@@ -93,6 +93,10 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], Turns]] = {
         },
         [USER, FIRST, MORE],
     ),
+    "messages of chosen": (
+        {"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        [USER],
+    ),
     "OpenAI": ({"messages": [USER], "chosen": GOOD, "rejected": BAD}, [USER]),
 }  # fmt: skip
 
@@ -373,7 +377,7 @@ def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, opened_kind:
         tmp_path / "a.jsonl",
         {"prompt": "a", "chosen": "b" * 3, "rejected": "c" * 3},  # 4 inputs each
         {"prompt": "a", "chosen": "b" * 3, "rejected": "c" * 20},
-        {"prompt": "a", "chosen": "b" * 20, "rejected": "b" * 20 + "c"},  # they differ after the cut
+        {"prompt": "a", "chosen": "b" * 8 + "c", "rejected": "b" * 8 + "d"},  # they differ after the cut
         {"prompt": "a" * 20, "chosen": "b", "rejected": "c"},  # nothing is left to train
         {"prompt": "a", "chosen": "b", "rejected": "b"},
     )
@@ -408,7 +412,9 @@ def test_a_pair_without_a_trained_turn_is_left_out(tmp_path: Path, opened_kind: 
 
 
 def test_a_pair_is_held_out_by_its_content(tmp_path: Path, opened_kind: Kinds) -> None:
-    lines = many(tmp_path / "a.jsonl", 200).read_text().splitlines(keepends=True)
+    """Both of its documents count: here the chosen ones are all alike."""
+    records = ({"prompt": "a", "chosen": "b", "rejected": f"c{n}"} for n in range(200))
+    lines = jsonl(tmp_path / "a.jsonl", *records).read_text().splitlines(keepends=True)
     sides = []
     for name, order in (("b", lines), ("c", lines[::-1])):
         (tmp_path / f"{name}.jsonl").write_text("".join(order))

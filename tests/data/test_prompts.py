@@ -133,6 +133,14 @@ def test_a_malformed_prompt_is_named_by_file_and_line(
     assert says in line and "a.jsonl:2" in line and "\n" not in line, line
 
 
+def test_a_turn_that_the_template_does_not_write_is_refused(tmp_path: Path, prompts: Kinds) -> None:
+    users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}:"
+    folder = folder_of(tmp_path / "t", users)
+    with pytest.raises(DataError, match="does not write the system turn"):
+        turns = [{"role": "system", "content": "Short."}, USER]
+        prompts(jsonl(tmp_path / "a.jsonl", {"prompt": turns}), tokenizer=folder)
+
+
 def test_chats_need_a_template(tmp_path: Path, prompts: Kinds) -> None:
     folder = folder_of(tmp_path / "t", templates.CHATML)
     (Path(folder) / "chat_template.jinja").unlink()

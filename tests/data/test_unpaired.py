@@ -155,7 +155,10 @@ def test_batches_have_the_shapes_of_the_contract(
 @pytest.mark.parametrize("packing", [False, True])
 def test_pairs_give_two_records_each(packing: bool, tmp_path: Path, unpaired: Kinds) -> None:
     """The next record is one of the next pair: the other completion of the same prompt would be no mismatch."""
-    records = [{"prompt": f"{n}=", "chosen": f"y{n}", "rejected": f"no{n}"} for n in range(12)]
+    records = [
+        {"prompt": f"{n}=", "chosen": f"y{n}" * (n % 7 + 1), "rejected": f"no{n}" * (n % 2 + 1)}
+        for n in range(12)
+    ]
     splits = unpaired(
         jsonl(tmp_path / "a.jsonl", *records), sequence_length=32, held_out=0.2, packing=packing
     )
