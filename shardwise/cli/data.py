@@ -35,9 +35,8 @@ def command(
     """Show the training data: the format found, counts, and samples with trained tokens coloured."""
     from rich.console import Console
 
-    from shardwise.core.cache_folder import default_root
     from shardwise.core.errors import RecipeError
-    from shardwise.data.opening import open_splits, tokenizer_of
+    from shardwise.data.opening import open_part, tokenizer_of
     from shardwise.data.tokenizer_probe import tokenizer_differences
 
     asked, _ = read_request(recipe, overrides or [])
@@ -49,7 +48,7 @@ def command(
     console = Console(highlight=False)
     for part in asked.data.parts:
         with working(f"reading {part.source}"):
-            splits = open_splits(part, tokenizer, default_root(), kind=asked.samples)
+            splits = open_part(asked, part, tokenizer)
         _show_source(console, splits, tokenizer, samples)
     with working("comparing with transformers' tokenizer"):
         differences = list(tokenizer_differences(tokenizer, asked.data.tokenizer))

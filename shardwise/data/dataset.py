@@ -176,6 +176,7 @@ class OpenedSource:
         root: the folder of token caches.
         kind: of samples (``opening.OPENERS``).
         verify: compare the content of the token cache with its digest.
+        prompt_tokens: most tokens of a prompt without a completion; None is all but one of a sequence.
     """
 
     spec: DataSpec
@@ -185,6 +186,7 @@ class OpenedSource:
     root: Path
     kind: str = "causal"
     verify: bool = False
+    prompt_tokens: int | None = None
 
 
 D = TypeVar("D", bound=Dataset, covariant=True)

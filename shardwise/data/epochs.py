@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
-from shardwise.data.opening import open_splits, tokenizer_of
+from shardwise.data.opening import open_part, tokenizer_of
 from shardwise.recipe.checks import schedule_faults
 from shardwise.recipe.sections import Recipe
 
@@ -36,7 +35,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     tokenizer = tokenizer_of(recipe.data)
     sequences = 0
     for spec in recipe.data.parts:
-        splits = open_splits(spec, tokenizer, default_root(), kind=recipe.samples)
+        splits = open_part(recipe, spec, tokenizer)
         sequences += len(splits.train)
     steps = steps_of_epochs(recipe.epochs, sequences, recipe.batch_size)
     counted = recipe.model_copy(update={"steps": steps, "epochs": None})

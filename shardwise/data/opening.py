@@ -59,7 +59,12 @@ def tokenizer_of(spec: DataSpec) -> Tokenizer:
 
 
 def open_splits(
-    spec: DataSpec, tokenizer: Tokenizer, root: Path, verify: bool = False, kind: str = "causal"
+    spec: DataSpec,
+    tokenizer: Tokenizer,
+    root: Path,
+    verify: bool = False,
+    kind: str = "causal",
+    prompt_tokens: int | None = None,
 ) -> Splits[TokenDataset]:
     """The training and held-out samples of a source.
 
@@ -67,6 +72,7 @@ def open_splits(
         kind: of samples: the recipe's ``samples``.
         root: the folder of token caches.
         verify: compare the content of the token cache with its digest.
+        prompt_tokens: most tokens of a prompt without a completion.
 
     Raises:
         DataError: the source is malformed, does not suit the kind, or is shorter than one sequence.
@@ -78,7 +84,14 @@ def open_splits(
     opener = (STREAMED if streamed else OPENERS).get((kind, name))
     if opener is None:
         raise _unsuitable(spec, name, kind)
-    return opener(OpenedSource(spec, source, name, tokenizer, root, kind, verify))
+    return opener(OpenedSource(spec, source, name, tokenizer, root, kind, verify, prompt_tokens))
+
+
+def open_part(
+    recipe: Recipe, spec: DataSpec, tokenizer: Tokenizer, root: Path | None = None, verify: bool = False
+) -> Splits[TokenDataset]:
+    """A source of a recipe, as its objective needs it. Raises as ``open_splits``."""
+    return open_splits(spec, tokenizer, root or default_root(), verify, recipe.samples, recipe.prompt_tokens)
 
 
 def _unsuitable(spec: DataSpec, name: str, kind: str) -> DataError:
@@ -118,10 +131,10 @@ class OpenedSources:
 
 def open_sources(recipe: Recipe, root: Path, verify: bool = False) -> OpenedSources:
     """Open everything that a recipe reads. Raises as ``open_splits``."""
-    tokenizer, kind = tokenizer_of(recipe.data), recipe.samples
+    tokenizer = tokenizer_of(recipe.data)
 
     def opened(spec: DataSpec) -> Splits[TokenDataset]:
-        return open_splits(spec, tokenizer, root, verify, kind)
+        return open_part(recipe, spec, tokenizer, root, verify)
 
     parts = [opened(spec) for spec in recipe.data.parts]
     _require_alike(parts)

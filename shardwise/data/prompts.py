@@ -4,8 +4,8 @@ A record has `prompt`, a text or turns; or it is a chat, whose last answer is cu
 are rendered with the opening of an answer (`add_generation_prompt`), as the command `chat` does. A text stays as it is,
 behind the tokenizer's `begin`. The fields of a record go to the functions that score completions.
 
-Prompts are tokenized by every process, in the order of the source, and stay in memory. One without room for a token of
-an answer in a sequence is left out and counted.
+Prompts are tokenized by every process, in the order of the source, and stay in memory. One that leaves no room for its
+completion in a sequence is left out and counted.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PromptDataset(TokenDataset):
 def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
     """The prompts of a source. Raises DataError if a record has none, or all are too long."""
     spec, name = opened.spec, opened.source.name
-    longest = spec.sequence_length - 1
+    longest = opened.prompt_tokens or spec.sequence_length - 1
     reader = _Reader(spec, opened.format, opened.tokenizer)
     tokens: list[list[int]] = []
     records: list[Mapping[str, object]] = []

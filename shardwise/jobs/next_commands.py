@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.checkpoint.run_folder import load_run_recipe
-from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.plugins import plugin
-from shardwise.data.opening import open_splits, tokenizer_of
+from shardwise.data.opening import open_part, tokenizer_of
 from shardwise.exporter.export_run import open_run
 from shardwise.recipe.sections import Recipe
 
@@ -60,7 +59,4 @@ def trained_on_chats(recipe: Recipe) -> bool:
     if recipe.data.stream_window is not None:
         return False
     parts = [(part, tokenizer_of(part)) for part in recipe.data.parts]
-    return any(
-        open_splits(part, tokenizer, default_root(), kind=recipe.samples).train.chats
-        for part, tokenizer in parts
-    )
+    return any(open_part(recipe, part, tokenizer).train.chats for part, tokenizer in parts)

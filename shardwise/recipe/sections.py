@@ -347,6 +347,13 @@ class Recipe(Section):
         named = self.objective.name if self.objective is not None else None
         return SAMPLES[named] if named is not None else self.model.objective
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Most tokens of a prompt that is completed during training: a sequence has room for its completion."""
+        length = self.data.sequence_length
+        completion = self.objective.completion_length if self.objective is not None else None
+        return length - (completion or length // 2)
+
     @model_validator(mode="before")
     @classmethod
     def _without_decay(cls, values: Any) -> Any:

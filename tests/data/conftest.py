@@ -59,14 +59,13 @@ def opened_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 @pytest.fixture
-def recipe_of_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
-    """`recipe_of_kind(source, kind, **data)` is a recipe whose objective asks for samples of a kind."""
+def recipe_of_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
+    """`recipe_of_objective(source, objective, **data)` is a recipe with an objective."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
-    def made(source: Path | None, kind: str = "pairs", **data: Any) -> Recipe:
-        monkeypatch.setattr(Recipe, "samples", property(lambda _: kind))
+    def made(source: Path | None, objective: object = "dpo", **data: Any) -> Recipe:
         sources = {} if source is None else {"source": str(source)}
         fields = {"model": {"preset": "tiny"}, "data": {**sources, **data}, "steps": 9, "batch_size": 4}
-        return recipe_of(fields)
+        return recipe_of({**fields, "objective": objective})
 
     return made

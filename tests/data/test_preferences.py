@@ -93,6 +93,10 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], Turns]] = {
         },
         [USER, FIRST, MORE],
     ),
+    "messages of chosen": (
+        {"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        [USER],
+    ),
     "OpenAI": ({"messages": [USER], "chosen": GOOD, "rejected": BAD}, [USER]),
 }  # fmt: skip
 
@@ -321,10 +325,10 @@ def test_every_pair_is_whole_in_one_sample(packing: bool, tmp_path: Path, opened
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_batches_have_the_shapes_of_the_contract(
-    packing: bool, tmp_path: Path, recipe_of_kind: Kinds
+    packing: bool, tmp_path: Path, recipe_of_objective: Kinds
 ) -> None:
     data = open_data(
-        recipe_of_kind(many(tmp_path / "a.jsonl", margin=True), sequence_length=48, packing=packing)
+        recipe_of_objective(many(tmp_path / "a.jsonl", margin=True), sequence_length=48, packing=packing)
     )
     train = data._train
     batch = batch_of(train, [0, 1, len(train) - 1, None])
@@ -347,9 +351,9 @@ def test_batches_have_the_shapes_of_the_contract(
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_step_is_the_same_on_any_number_of_ranks(
-    packing: bool, tmp_path: Path, recipe_of_kind: Kinds
+    packing: bool, tmp_path: Path, recipe_of_objective: Kinds
 ) -> None:
-    data = open_data(recipe_of_kind(many(tmp_path / "a.jsonl"), sequence_length=48, packing=packing))
+    data = open_data(recipe_of_objective(many(tmp_path / "a.jsonl"), sequence_length=48, packing=packing))
 
     def rows(degree: int, size: int) -> list[Any]:
         batches = [b for rank in range(degree) for b in data.micro_batches(3, rank, degree, size)]
@@ -373,7 +377,7 @@ def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, opened_kind:
         tmp_path / "a.jsonl",
         {"prompt": "a", "chosen": "b" * 3, "rejected": "c" * 3},  # 4 inputs each
         {"prompt": "a", "chosen": "b" * 3, "rejected": "c" * 20},
-        {"prompt": "a", "chosen": "b" * 20, "rejected": "b" * 20 + "c"},  # they differ after the cut
+        {"prompt": "a", "chosen": "b" * 8 + "c", "rejected": "b" * 8 + "d"},  # they differ after the cut
         {"prompt": "a" * 20, "chosen": "b", "rejected": "c"},  # nothing is left to train
         {"prompt": "a", "chosen": "b", "rejected": "b"},
     )
@@ -408,7 +412,9 @@ def test_a_pair_without_a_trained_turn_is_left_out(tmp_path: Path, opened_kind: 
 
 
 def test_a_pair_is_held_out_by_its_content(tmp_path: Path, opened_kind: Kinds) -> None:
-    lines = many(tmp_path / "a.jsonl", 200).read_text().splitlines(keepends=True)
+    """Both of its documents count: here the chosen ones are all alike."""
+    records = ({"prompt": "a", "chosen": "b", "rejected": f"c{n}"} for n in range(200))
+    lines = jsonl(tmp_path / "a.jsonl", *records).read_text().splitlines(keepends=True)
     sides = []
     for name, order in (("b", lines), ("c", lines[::-1])):
         (tmp_path / f"{name}.jsonl").write_text("".join(order))
@@ -518,9 +524,9 @@ def test_settings_that_preferences_exclude(asked: Any, says: str, tmp_path: Path
         opened_kind(jsonl(tmp_path / "a.jsonl", PAIR), **asked)
 
 
-def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_kind: Kinds) -> None:
+def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_objective: Kinds) -> None:
     one, two = many(tmp_path / "a.jsonl", 10), many(tmp_path / "b.jsonl", 30)
-    asked = recipe_of_kind(
+    asked = recipe_of_objective(
         None,
         mixture=[{"source": str(one)}, {"source": str(two), "weight": 3}],
         sequence_length=48,
@@ -529,7 +535,7 @@ def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_kind: Kinds) -> None:
     data = open_data(asked)
     batch = data.micro_batches(0, 0, 1, 4)[0]
     assert batch["counted"].sum() == batch["present"].sum() >= 4
-    both = recipe_of_kind(
+    both = recipe_of_objective(
         None, mixture=[{"source": str(one)}, {"source": str(many(tmp_path / "c.jsonl", margin=True))}]
     )
     with pytest.raises(DataError, match="margin"):
@@ -556,20 +562,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "fine-tune-on-conversatio
 
 
 def test_the_page_shows_what_is_read(
-    tmp_path: Path, recipe_of_kind: Kinds, opened_kind: Kinds, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened_kind: Kinds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## Preferences\n")[2].partition("\n## ")[0]
     fences = re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL)
     first, second = (text for kind, text in fences if kind == "jsonl")
-    [shown] = (text for kind, text in fences if kind == "text")
+    [recipe], [shown] = ([text for kind, text in fences if kind == name] for name in ("yaml", "console"))
     monkeypatch.chdir(tmp_path)
     Path("pairs.jsonl").write_text(first)
     Path("labels.jsonl").write_text(second)
-    data = "data: {source: pairs.jsonl, sequence_length: 128, packing: true, held_out: 0}\n"
-    Path("pairs.yaml").write_text("model: {preset: tiny}\nsteps: 1\nbatch_size: 1\n" + data)
-    recipe_of_kind(Path("pairs.jsonl"))
+    Path("pairs.yaml").write_text(recipe)
     ran = CliRunner().invoke(app, ["data", "pairs.yaml", "--samples", "1"])
-    assert ran.output == shown
+    assert f"$ shardwise data pairs.yaml --samples 1\n{ran.output}" == shown
     labels = opened_kind(Path("labels.jsonl"), kind="unpaired", held_out=0.0).train
     assert labels.desirable.tolist() == [1, 0]
-    assert len(opened_kind(Path("labels.jsonl"), kind="prompts", held_out=0.0, sequence_length=64).train) == 1

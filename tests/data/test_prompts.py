@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import DataError
+from shardwise.data.opening import open_sources
 from shardwise.data.tokenizer import open_tokenizer
 from tests.data import chat_templates as templates
 from tests.data.test_chat import CALLS, OUTPUT, folder_of
@@ -84,6 +85,17 @@ def test_prompts_without_room_for_an_answer_are_dropped_and_counted(tmp_path: Pa
         prompts(source, sequence_length=3)
 
 
+def test_the_objective_says_how_many_tokens_a_completion_takes(
+    tmp_path: Path, recipe_of_objective: Kinds
+) -> None:
+    source = jsonl(tmp_path / "a.jsonl", *({"prompt": "a" * n} for n in (4, 5, 6, 7)))
+    for completion, longest in ((None, 4), (2, 6)):
+        objective = {"name": "grpo", "completion_length": completion, "group": 4, "rewards": ["a:b"]}
+        recipe = recipe_of_objective(source, objective, sequence_length=8, held_out=0)
+        [part] = open_sources(recipe, tmp_path / "cache").parts
+        assert max(len(part.train.sample(n)["prompt"]) for n in range(len(part.train))) == longest
+
+
 def test_sides_of_the_split_and_the_fingerprint(tmp_path: Path, prompts: Kinds) -> None:
     records = [{"prompt": f"prompt {n}", "answer": n} for n in range(100)]
     source = jsonl(tmp_path / "a.jsonl", *records)
@@ -119,6 +131,14 @@ def test_a_malformed_prompt_is_named_by_file_and_line(
         prompts(jsonl(tmp_path / "a.jsonl", {"prompt": "a"}, bad))
     line = caught.value.line()
     assert says in line and "a.jsonl:2" in line and "\n" not in line, line
+
+
+def test_a_turn_that_the_template_does_not_write_is_refused(tmp_path: Path, prompts: Kinds) -> None:
+    users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}:"
+    folder = folder_of(tmp_path / "t", users)
+    with pytest.raises(DataError, match="does not write the system turn"):
+        turns = [{"role": "system", "content": "Short."}, USER]
+        prompts(jsonl(tmp_path / "a.jsonl", {"prompt": turns}), tokenizer=folder)
 
 
 def test_chats_need_a_template(tmp_path: Path, prompts: Kinds) -> None:

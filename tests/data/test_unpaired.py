@@ -134,10 +134,10 @@ def test_the_mismatched_record_is_of_the_same_side_of_the_split(tmp_path: Path, 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_batches_have_the_shapes_of_the_contract(
-    packing: bool, tmp_path: Path, recipe_of_kind: Kinds
+    packing: bool, tmp_path: Path, recipe_of_objective: Kinds
 ) -> None:
     source = many(tmp_path / "a.jsonl")
-    data = open_data(recipe_of_kind(source, "unpaired", sequence_length=48, packing=packing))
+    data = open_data(recipe_of_objective(source, "kto", sequence_length=48, packing=packing))
     train = data._train
     batch = batch_of(train, [0, len(train) - 1, None])
     names = {"input_ids", "labels", "counted", "present", "desirable", "kl_input_ids", "kl_labels"}
@@ -155,7 +155,10 @@ def test_batches_have_the_shapes_of_the_contract(
 @pytest.mark.parametrize("packing", [False, True])
 def test_pairs_give_two_records_each(packing: bool, tmp_path: Path, unpaired: Kinds) -> None:
     """The next record is one of the next pair: the other completion of the same prompt would be no mismatch."""
-    records = [{"prompt": f"{n}=", "chosen": f"y{n}", "rejected": f"no{n}"} for n in range(12)]
+    records = [
+        {"prompt": f"{n}=", "chosen": f"y{n}" * (n % 7 + 1), "rejected": f"no{n}" * (n % 2 + 1)}
+        for n in range(12)
+    ]
     splits = unpaired(
         jsonl(tmp_path / "a.jsonl", *records), sequence_length=32, held_out=0.2, packing=packing
     )

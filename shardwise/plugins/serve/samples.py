@@ -12,10 +12,9 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 
 from shardwise.checkpoint.run_folder import read_job, read_outcome, write_outcome
-from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data.chat import ChatTemplate
-from shardwise.data.opening import open_splits, tokenizer_of
+from shardwise.data.opening import open_part, tokenizer_of
 from shardwise.data.template_forms import ANSWER, QUESTION
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
@@ -104,7 +103,7 @@ def _sample_of_text(folder: Path, recipe: Recipe, tokens: int) -> str:
     """The sample. Raises RecipeError if the model does not generate text."""
     model = load_model(folder)
     part = recipe.data.parts[0]
-    splits = open_splits(part, tokenizer_of(part), default_root(), kind=recipe.samples)
+    splits = open_part(recipe, part, tokenizer_of(part))
     if not splits.train.from_records:
         return model.complete([Request("", sampling=Sampling(tokens=tokens, past_end=True))])[0]
     questions = list(_questions(recipe, PROMPTS, tokens // PROMPTS))
@@ -143,7 +142,7 @@ def _questions(recipe: Recipe, count: int, tokens: int) -> Iterator[Question]:
     """The first held-out records with a prompt that leaves room for an answer, or a start of plain text."""
     part = recipe.data.parts[0]
     tokenizer = tokenizer_of(part)
-    splits = open_splits(part, tokenizer, default_root(), kind=recipe.samples)
+    splits = open_part(recipe, part, tokenizer)
     side = splits.held_out if len(splits.held_out) else splits.train
     if side.from_records:
         template = tokenizer.chat if side.chats else None
