@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class Reader(ABC):
         """Logits [b, vocab] after the texts, which may grow by ``more`` tokens."""
 
     @abstractmethod
-    def follow(self, tokens: list[int]) -> Tensor:
-        """Logits [b, vocab] after one more token of every text."""
+    def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Logits [b, vocab] after one more token of every text; a tensor [b] of tokens stays on the device."""
 
     @abstractmethod
     def keep(self, rows: list[int]) -> None:
@@ -60,7 +61,8 @@ class Again(Reader):
         self._texts, self._adapters = [list(text) for text in texts], list(adapters)
         return torch.stack([self._last(row) for row in range(len(texts))])
 
-    def follow(self, tokens: list[int]) -> Tensor:
+    def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
         return torch.stack([self._last(row) for row in range(len(tokens))])
@@ -86,8 +88,8 @@ class Cached(Reader):
         ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=self.device)
         return self._read(ids)
 
-    def follow(self, tokens: list[int]) -> Tensor:
-        return self._read(torch.tensor(tokens, device=self.device).unsqueeze(1))
+    def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        return self._read(torch.as_tensor(tokens, device=self.device).unsqueeze(1))
 
     def keep(self, rows: list[int]) -> None:
         self._adapters = [self._adapters[row] for row in rows]
@@ -190,7 +192,9 @@ def cache_argument(model: Any) -> str:
 
 def _takes_a_cache(model: Any) -> bool:
     """Whether a model of transformers supports left padding and a cache of keys and values only."""
-    if not type(model).__module__.startswith("transformers."):
+    # FSDP2 makes a class of torch's for every module that it shards.
+    kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    if not kind.__module__.startswith("transformers."):
         return False
     taken = inspect.signature(model.forward).parameters.keys()
     if not cache_argument(model) or not {"attention_mask", "position_ids", "use_cache"} <= taken:

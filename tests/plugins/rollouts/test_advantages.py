@@ -157,7 +157,11 @@ def test_clipped_loss_on_the_policy_itself_is_the_policy_loss() -> None:
     gradients = []
     for clipped in (True, False):
         policy = random(6, seed=12).requires_grad_()
-        loss = clipped_loss(policy, policy.detach(), advantages, 0.2) if clipped else policy_loss(policy, advantages)
+        loss = (
+            clipped_loss(policy, policy.detach(), advantages, 0.2)
+            if clipped
+            else policy_loss(policy, advantages)
+        )
         loss.sum().backward()
         gradients.append(policy.grad)
     assert torch.equal(*gradients)
