@@ -1,0 +1,51 @@
+"""Objectives whose batches the trained model samples itself.
+
+The trainer and the dry run know them by this interface. A *unit* is the number of optimizer steps that train on one
+rollout: a run can be saved, resumed and rewound only between units, where the weights alone repeat what follows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from shardwise.engine.run import LiveModel
+from shardwise.model.blueprint import Batch, TrainingObjective
+
+
+class Prompts(Protocol):
+    """What completions are sampled for."""
+
+    tokenizer: Any
+
+    def records(self, number: int, count: int) -> Sequence[Mapping[str, Any]]:
+        """The prompts of a rollout: ``prompt`` (tokens) and ``fields`` (other values of the record, by name)."""
+
+
+class PositionedBatches(Protocol):
+    """This rank's micro-batches, by position in the order of the data."""
+
+    def at(self, position: int) -> list[Batch]: ...
+
+    @property
+    def validation_sets(self) -> list[str]: ...
+
+    def validation(self, name: str = "") -> list[Batch]: ...
+
+    def forget(self) -> None:
+        """The run was rewound."""
+
+
+class SamplingObjective(TrainingObjective):
+    """An objective with batches of its own.
+
+    Attributes:
+        unit: optimizer steps that train on the samples of the same weights.
+    """
+
+    unit: int = 1
+
+    @abstractmethod
+    def batches(self, live: LiveModel, prompts: Prompts) -> PositionedBatches:
+        """In the place of the batches of the data."""
