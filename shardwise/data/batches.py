@@ -86,6 +86,14 @@ class Data:
         """The `batch_size` sample numbers of optimizer step `step`, which counts from 0."""
         return self._train.samples(step, self._batch_size, self._seed)
 
+    def records(self, number: int, count: int) -> list[Sample]:
+        """The samples of group `number` of `count`, as they are (provisional)."""
+        found: list[Sample] = []
+        for i in self._train.samples(number, count, self._seed):
+            ids, trained = self._train.record(i)  # type: ignore[attr-defined]
+            found.append({"prompt": ids[: trained.index(True)], "fields": {}})
+        return found
+
     def cursor(self, step: int) -> tuple[str, ...]:
         """The state before optimizer step `step`, for a checkpoint; empty if seed and step say everything."""
         return self._train.cursor(step * self._batch_size)

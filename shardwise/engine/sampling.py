@@ -24,7 +24,13 @@ class Prompts(Protocol):
 
 
 class PositionedBatches(Protocol):
-    """This rank's micro-batches, by position in the order of the data."""
+    """This rank's micro-batches, by position in the order of the data.
+
+    Attributes:
+        unit: optimizer steps after which the weights and the position alone say what follows.
+    """
+
+    unit: int
 
     def at(self, position: int) -> list[Batch]: ...
 

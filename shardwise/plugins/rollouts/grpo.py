@@ -45,7 +45,7 @@ class GroupPolicyGradient(RolloutObjective):
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         advantages = self.of_group(tables["rewards"][:, 0]).to(tables["sampled"].dtype)
-        return {"advantages": advantages.unsqueeze(1) * (tables["labels"] != IGNORED)}
+        return {"advantages": advantages.unsqueeze(1).expand_as(tables["sampled"])}
 
     def count(self, blueprint: Blueprint, batch: Batch) -> Tensor:
         if self._by_length:
@@ -53,15 +53,14 @@ class GroupPolicyGradient(RolloutObjective):
         return valid_targets(batch["labels"])
 
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
-        policy = token_log_probabilities(blueprint, model, batch)
+        policy, valid = token_log_probabilities(blueprint, model, batch), batch["labels"] != IGNORED
         losses = policy_loss(policy, batch["advantages"])
         if self.beta:
             divergence = kl_divergence(policy, batch["reference_tokens"])
             losses = losses + self.beta * divergence
-            note("kl", divergence.detach().sum(), valid_targets(batch["labels"]))
+            note("kl", divergence.detach().where(valid, 0).sum(), valid.sum())
         self.note_rollout(batch, policy)
-        # Where there is no label, both log-probabilities and the advantage are 0, and so is the loss.
-        return losses.sum(), self.count(blueprint, batch)
+        return losses.where(valid, 0).sum(), self.count(blueprint, batch)
 
 
 class GRPO(GroupPolicyGradient):

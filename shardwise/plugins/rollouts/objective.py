@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
 from shardwise.engine.run import LiveModel
 from shardwise.engine.sampling import Prompts, SamplingObjective
-from shardwise.model.blueprint import Batch
+from shardwise.model.blueprint import Batch, SampleShapes
 from shardwise.plugins.rollouts.rewards import Rewards
 from shardwise.plugins.rollouts.source import Advantages, Rollouts, RolloutSpec
 from shardwise.recipe.sections import Recipe
@@ -80,7 +81,10 @@ class RolloutObjective(SamplingObjective, Advantages):
 
     Attributes:
         unit: optimizer steps per rollout.
+        per_token: names of the tensors [m, s] of a micro-batch, besides ids and labels.
     """
+
+    per_token: tuple[str, ...] = ("sampled", "advantages")
 
     def __init__(self, spec: RolloutSpec, rewards: Rewards, beta: float) -> None:
         self.spec, self.rewards, self.beta = spec, rewards, beta
@@ -91,6 +95,15 @@ class RolloutObjective(SamplingObjective, Advantages):
         return Rollouts(
             live, self.spec, lambda n: prompts.records(n, count), prompts.tokenizer, self.rewards, self
         )
+
+    def sample_shapes(self, sequence_length: int) -> SampleShapes:
+        a_token = ((sequence_length,), torch.float32)
+        a_row = dict.fromkeys(("lengths", "ended", "present"), ((), torch.int64))
+        rewards = {
+            "rewards": ((1 + len(self.rewards.rewards),), torch.float64),
+            "deviation": ((), torch.float64),
+        }
+        return {**dict.fromkeys(self.per_token, a_token), **a_row, **rewards}
 
     @property
     def measures(self) -> tuple[str, ...]:

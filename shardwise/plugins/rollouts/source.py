@@ -117,6 +117,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         require_generation(self.live)
+        self.unit = self.spec.steps
 
     def at(self, position: int) -> list[Batch]:
         """The micro-batches at a position; a rollout is made for the first of its positions that is asked for."""
