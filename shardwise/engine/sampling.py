@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from shardwise.engine.run import LiveModel
+from shardwise.engine.run import Run
 from shardwise.model.blueprint import Batch, TrainingObjective
 
 
@@ -53,5 +53,5 @@ class SamplingObjective(TrainingObjective):
     unit: int = 1
 
     @abstractmethod
-    def batches(self, live: LiveModel, prompts: Prompts) -> PositionedBatches:
+    def batches(self, run: Run, prompts: Prompts) -> PositionedBatches:
         """In the place of the batches of the data."""

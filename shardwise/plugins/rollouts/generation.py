@@ -8,8 +8,8 @@ A token is chosen by inverting the distribution function at one uniform number. 
 counter-based generator (Philox) with the key (seed, step) and the counter (prompt, sample). So a completion depends
 neither on the number of ranks nor on the other rows of its batch, except for rounding in the model.
 
-Tokens are sampled from all logits divided by the temperature, and log-probabilities are of that distribution. Refused:
-top-k and top-p, whose log-probabilities are not those that training computes.
+Tokens are sampled from all logits, and log-probabilities are of that distribution. A temperature divides the logits in
+training, too (``tempered``). Refused: top-k and top-p, whose log-probabilities training does not compute.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core import heartbeat
 from shardwise.core.errors import RecipeError
+from shardwise.engine.forward_backward import in_evaluation
 from shardwise.engine.run import LiveModel
+from shardwise.model.blueprint import Blueprint
 from shardwise.plugins.serve.decoding import reader_of
 from shardwise.plugins.serve.multi_lora import BASE, Bank
 from shardwise.technique.tensor import TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL
@@ -75,14 +77,14 @@ def uniforms(seed: int, step: int, rows: Sequence[tuple[int, int]], length: int)
     return torch.from_numpy(np.stack([np.random.Generator(stream).random(length) for stream in streams]))
 
 
-def sampled(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens [n], and their log-probabilities [n] in fp32 (fp64 for fp64), of logits [n, v] / temperature.
+def sampled(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [n], and their log-probabilities [n] in fp32 (fp64 for fp64), of logits [n, v].
 
     Args:
         uniform: fp64 [n], in [0, 1).
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    logs = (logits.to(wide) / temperature).log_softmax(-1)
+    logs = logits.to(wide).log_softmax(-1)
     cumulative = logs.double().exp().cumsum(-1)
     aimed = uniform.unsqueeze(1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, aimed, right=True).clamp(max=logits.shape[1] - 1)
@@ -95,39 +97,40 @@ def generate(
     uniform: Tensor,
     ends: Sequence[int],
     temperature: float = 1.0,
-    rows: int | None = None,
 ) -> Completions:
     """Complete prompts of this rank; all ranks call it together, with as many prompts.
 
     Args:
         uniform: fp64 [n, c], see ``uniforms``.
         ends: the tokens that end a completion.
-        rows: prompts in one batch, whose cache is in memory at a time; all by default.
     """
-    rows = rows or len(prompts)
-    with _evaluated(live):
-        parts = [
-            _completed(live, prompts[first : first + rows], uniform[first : first + rows], ends, temperature)
-            for first in range(0, len(prompts), rows)
-        ]
-    return Completions(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    with in_evaluation(live.model), tempered(live.blueprint, live.model, temperature):
+        return _completed(live, prompts, uniform, ends)
 
 
 @contextmanager
-def _evaluated(live: LiveModel) -> Iterator[None]:
-    """Within it the model neither drops out nor records."""
-    live.model.eval()
+def tempered(blueprint: Blueprint, model: nn.Module, temperature: float) -> Iterator[None]:
+    """Within it the logits of the model are divided by the temperature, whatever reads them.
+
+    The output layer's input is divided, so that losses in chunks have it too. Raises RecipeError without such a layer.
+    """
+    if temperature == 1:
+        yield
+        return
+    output = blueprint.output(model)
+    if output is None or output._parameters.get("bias") is not None:
+        why = "the model has no output layer, or one with a bias"
+        raise RecipeError("temperature must be 1", where="objective.temperature", why=why, fix="remove it")
+    hook = output.register_forward_pre_hook(lambda _, given: (given[0] / temperature, *given[1:]))
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        live.model.train()
+        hook.remove()
 
 
 def _completed(
-    live: LiveModel, prompts: Sequence[list[int]], uniform: Tensor, ends: Sequence[int], temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of ``Completions`` of one batch."""
+    live: LiveModel, prompts: Sequence[list[int]], uniform: Tensor, ends: Sequence[int]
+) -> Completions:
     (n, longest), device = uniform.shape, live.device
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
     reader = reader_of(live.blueprint, live.model, Bank(live.model, live.options.dtypes.compute))
@@ -138,7 +141,7 @@ def _completed(
     lengths = torch.zeros(n, dtype=torch.int64, device=device)
     ended = torch.zeros(n, dtype=torch.bool, device=device)
     for index in range(longest):
-        chosen, log = sampled(logits, uniform[:, index], temperature)
+        chosen, log = sampled(logits, uniform[:, index])
         tokens[:, index] = chosen.where(~ended, 0)
         logs[:, index] = log.where(~ended, 0.0)
         lengths += ~ended
@@ -147,7 +150,7 @@ def _completed(
             break
         heartbeat.mark()
         logits = reader.follow(chosen)
-    return tokens, logs, lengths, ended
+    return Completions(tokens, logs, lengths, ended)
 
 
 def _all_ended(ended: Tensor) -> bool:

@@ -1,125 +1,133 @@
-"""What GRPO, RLOO and PPO have in common: the keys of their section, where their batches come from, their measures."""
+"""What GRPO, RLOO and PPO have in common: where their batches come from, their reference, their measures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.engine.run import LiveModel
+from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts, SamplingObjective
-from shardwise.model.blueprint import Batch, SampleShapes
-from shardwise.plugins.rollouts.rewards import Rewards
-from shardwise.plugins.rollouts.source import Advantages, Rollouts, RolloutSpec
-from shardwise.recipe.sections import Recipe
+from shardwise.model.blueprint import Batch, Blueprint, SampleShapes
+from shardwise.plugins.preferences.reference import frozen_copy
+from shardwise.plugins.rollouts.generation import tempered
+from shardwise.plugins.rollouts.rewards import rewards_of
+from shardwise.plugins.rollouts.source import Rollouts, RolloutSpec, Tables
+from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.runtime.language_loss import valid_targets
 from shardwise.runtime.measures import note
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
-
-@dataclass(frozen=True)
-class RolloutKeys:
-    """The keys that all three objectives read.
-
-    Attributes:
-        rewards: ``package.module:function``, a list of them, or their weights by name.
-        reward_model: the folder of a trained reward model.
-        completion_length: the most tokens of a completion; prompts have the rest of ``data.sequence_length``.
-        completions: per prompt.
-        temperature: divides the logits, when sampling and in training.
-        mask_truncated: completions that do not end within their length are left out of the loss.
-        generated_rows: completions that a rank generates at a time; null for all of its share.
-        beta: of the KL divergence from the reference; 0 for none.
-    """
-
-    completion_length: int
-    rewards: Any = None
-    reward_model: str | None = None
-    completions: int = 8
-    temperature: float = 1.0
-    mask_truncated: bool = True
-    generated_rows: int | None = None
-    beta: float = 0.0
-
-    def spec(self, recipe: Recipe, least: int, epochs: int = 1, minibatches: int = 1) -> RolloutSpec:
-        """Raises RecipeError if the numbers do not fit.
-
-        Args:
-            least: completions per prompt.
-        """
-        length, batch = recipe.data.sequence_length, recipe.batch_size * minibatches
-        _require(self.completions >= least, "completions", self.completions, f"at least {least}")
-        fits = batch % self.completions == 0
-        _require(fits, "completions", self.completions, f"a divisor of the {batch} completions of a rollout")
-        room = 0 < self.completion_length < length
-        _require(room, "completion_length", self.completion_length, f"below data.sequence_length, {length}")
-        _require(self.temperature > 0, "temperature", self.temperature, "above 0; sampling needs it")
-        return RolloutSpec(
-            recipe.seed,
-            recipe.batch_size,
-            length,
-            self.completion_length,
-            self.completions,
-            self.temperature,
-            self.mask_truncated,
-            self.generated_rows,
-            epochs,
-            minibatches,
-        )
+REFERENCE = "reference"
+"""Role of the frozen copy, and the name of its log-probabilities of the labels [m, s]."""
 
 
-def _require(good: bool, key: str, value: object, wanted: str) -> None:
-    if not good:
-        raise RecipeError(f"{key} is {value!r}", where=f"objective.{key}", fix=f"use a number {wanted}")
-
-
-class RolloutObjective(SamplingObjective, Advantages):
+class RolloutObjective(SamplingObjective):
     """Trains on the model's own completions of prompts.
 
     Attributes:
-        unit: optimizer steps per rollout.
-        per_token: names of the tensors [m, s] of a micro-batch, besides ids and labels.
+        how: where the reference is, ``adapter_off`` or ``copy``; "" without one.
+        values: names of the tensors [m, s] that a rollout adds to ids and labels.
     """
 
-    per_token: tuple[str, ...] = ("sampled", "advantages")
+    values: tuple[str, ...] = ("sampled", "advantages")
 
-    def __init__(self, spec: RolloutSpec, rewards: Rewards, beta: float) -> None:
-        self.spec, self.rewards, self.beta = spec, rewards, beta
-        self.unit = spec.steps
-
-    def batches(self, live: LiveModel, prompts: Prompts) -> Rollouts:
-        count = self.spec.size // self.spec.group
-        return Rollouts(
-            live, self.spec, lambda n: prompts.records(n, count), prompts.tokenizer, self.rewards, self
+    def __init__(self, recipe: Recipe) -> None:
+        asked = recipe.objective
+        assert asked is not None
+        if recipe.data.packing:
+            fix = "remove it: completions have rows of their own"
+            raise RecipeError(
+                "packing cannot be set here", where="data.packing", why="it is of given records", fix=fix
+            )
+        length = recipe.data.sequence_length
+        self.spec = RolloutSpec(
+            recipe.seed,
+            recipe.batch_size,
+            length,
+            asked.completion_length or length // 2,
+            asked.group or 1,
+            asked.temperature or 1.0,
+            bool(asked.mask_truncated),
+            asked.epochs or 1,
+            asked.minibatches or 1,
         )
+        self.rewards, self.beta, self.unit = rewards_of(asked), asked.beta or 0.0, self.spec.steps
+        self.how = "copy" if self.beta else ""
+        self._reference = functools.cache(lambda: frozen_copy(recipe))  # shared by copies of the objective
+        if self.how:
+            self.values = (*self.values, REFERENCE)
+        names = ("reward", *(f"reward/{name}" for name in self.rewards.names), "reward_deviation")
+        own = ("completion_length", "truncated", "entropy", "mismatch", *("kl",) * bool(self.how))
+        self.measures = (*names, *own)
 
-    def sample_shapes(self, sequence_length: int) -> SampleShapes:
-        a_token = ((sequence_length,), torch.float32)
-        a_row = dict.fromkeys(("lengths", "ended", "present"), ((), torch.int64))
-        rewards = {
-            "rewards": ((1 + len(self.rewards.rewards),), torch.float64),
-            "deviation": ((), torch.float64),
-        }
-        return {**dict.fromkeys(self.per_token, a_token), **a_row, **rewards}
+    # ---- the model's view ---------------------------------------------------------------------------------
 
     @property
-    def measures(self) -> tuple[str, ...]:
-        """The names that ``note_rollout`` notes."""
-        rewards = ("reward", *(f"reward/{name}" for name in self.rewards.names), "reward_deviation")
-        return (*rewards, "completion_length", "truncated", "entropy", "mismatch", *("kl",) * (self.beta > 0))
+    def per_token(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(self.values)
+
+    @property
+    def per_sample(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(self._of_rows())
+
+    def _of_rows(self) -> SampleShapes:
+        rewards = (1 + len(self.rewards.rewards),)
+        counts = dict.fromkeys(("lengths", "ended", "present"), ((), torch.int64))
+        return {**counts, "rewards": (rewards, torch.float64), "deviation": ((), torch.float64)}
+
+    def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
+        values = dict.fromkeys(self.values, ((data.sequence_length,), torch.float32))
+        return {**shapes, **values, **self._of_rows()}
+
+    def with_reference(self, how: str | None) -> Self:
+        changed = copy.copy(self)
+        if how is not None and self.how:
+            changed.how = how
+        return changed
+
+    def frozen_models(self) -> Mapping[str, Blueprint]:
+        return {REFERENCE: self._reference()} if self.how == "copy" else {}
+
+    def log_probabilities(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
+        """Of the labels, at the temperature of sampling: [m, s]."""
+        with tempered(blueprint, model, self.spec.temperature):
+            return blueprint.log_probabilities(model, batch)
+
+    # ---- the batches --------------------------------------------------------------------------------------
+
+    def batches(self, run: Run, prompts: Prompts) -> Rollouts:
+        return Rollouts(run, self.spec, prompts, self.rewards, self.added)
+
+    def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
+        """The reference's log-probabilities of a rollout."""
+        run = rollouts.run
+        if self.how == "adapter_off":
+            with run.passes.as_before_training():
+                of_trained = functools.partial(self.log_probabilities, run.blueprint)
+                return {REFERENCE: rollouts.computed(tables, of_trained)}
+        if self.how == "copy":
+
+            def of_copy(_: nn.Module, batch: Batch) -> Tensor:
+                return self.log_probabilities(self._reference(), run.frozen[REFERENCE], batch)
+
+            return {REFERENCE: rollouts.computed(tables, of_copy)}
+        return {}
 
     def note_rollout(self, batch: Batch, policy: Tensor) -> None:
-        """Note the measures of a micro-batch, whose labels have these log-probabilities [m, s] now."""
-        present, policy = batch["present"], policy.detach()
-        rows, tokens = present.sum(), valid_targets(batch["labels"])
-        columns = {"reward": 0} | {f"reward/{name}": 1 + i for i, name in enumerate(self.rewards.names)}
-        for name, column in columns.items():
-            note(name, (batch["rewards"][:, column] * present).sum(), rows)
-        note("reward_deviation", (batch["deviation"] * present).sum(), rows)
-        note("completion_length", (batch["lengths"] * present).sum(), rows)
-        note("truncated", ((1 - batch["ended"]) * present).sum(), rows)
-        note("entropy", -batch["sampled"].where(batch["labels"] != IGNORED, 0).sum(), tokens)
-        note("mismatch", (policy - batch["sampled"]).abs().where(batch["labels"] != IGNORED, 0).sum(), tokens)
+        """Note the measures of a micro-batch, whose labels have the log-probabilities ``policy`` [m, s] now."""
+        valid, present = batch["labels"] != IGNORED, batch["present"]
+        names = ("reward", *(f"reward/{name}" for name in self.rewards.names))
+        of_rows: dict[str, Any] = dict(zip(names, batch["rewards"].unbind(1), strict=True))
+        of_rows |= {"reward_deviation": batch["deviation"], "completion_length": batch["lengths"]}
+        of_rows["truncated"] = 1 - batch["ended"]
+        for name, values in of_rows.items():
+            note(name, (values * present).sum(), present.sum())
+        tokens = {"entropy": -batch["sampled"], "mismatch": (policy - batch["sampled"]).abs()}
+        for name, values in tokens.items():
+            note(name, values.where(valid, 0).sum(), valid_targets(batch["labels"]))

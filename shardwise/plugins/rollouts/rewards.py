@@ -16,10 +16,11 @@ from torch import Tensor
 
 from shardwise.core.errors import RecipeError, one_line
 from shardwise.core.user_objects import resolve, without_folder
+from shardwise.recipe.objective import ObjectiveSpec
 
 RewardFunction = Callable[..., Sequence[float]]
 
-FUNCTIONS, MODEL = "rewards", "reward_model"
+FUNCTIONS = "rewards"
 _SHOWN = 60
 """Characters of a completion in an error."""
 
@@ -81,46 +82,17 @@ class Rewards:
         return torch.cat([(each * weights).sum(1, keepdim=True), each], 1)
 
 
-def rewards_of(named: object, model: str | None) -> Rewards:
-    """The rewards that a recipe names.
-
-    Args:
-        named: ``package.module:function``, a list of such names, or their weights by name; None for none.
-        model: the folder of a trained reward model.
-
-    Raises:
-        RecipeError: there is none, one cannot be imported, or a weight is not a number.
-    """
-    weights = _weights(named)
+def rewards_of(spec: ObjectiveSpec) -> Rewards:
+    """The rewards that a recipe names. Raises RecipeError if one cannot be imported or opened."""
+    named = spec.rewards or ()
+    weights = spec.reward_weights or (1.0,) * len(named)
     rewards = [
-        Reward(name, weight, resolve(name, f"objective.{FUNCTIONS}")) for name, weight in weights.items()
+        Reward(name, weight, resolve(name, f"objective.{FUNCTIONS}"))
+        for name, weight in zip(named, weights, strict=True)
     ]
-    if model is not None:
-        rewards.append(Reward(model, 1.0, _of_model(model)))
-    if not rewards:
-        raise RecipeError(
-            "there is no reward",
-            where=f"objective.{FUNCTIONS}",
-            fix=f"name a function, package.module:function, or a trained {MODEL}",
-        )
+    if spec.reward_model is not None:
+        rewards.append(Reward(spec.reward_model, 1.0, _of_model(spec.reward_model)))
     return Rewards(rewards)
-
-
-def _weights(named: object) -> dict[str, float]:
-    if isinstance(named, Mapping):
-        weights = dict(named)
-    else:
-        listed = [] if named is None else [named] if isinstance(named, str) else named
-        weights = dict.fromkeys(listed, 1.0) if isinstance(listed, list | tuple) else {"": 1.0}
-    for name, weight in weights.items():
-        if not isinstance(name, str) or ":" not in name or not _is_finite(weight):
-            raise RecipeError(
-                "rewards are named functions with weights",
-                where=f"objective.{FUNCTIONS}",
-                why=f"there is {name!r}: {weight!r}",
-                fix="write package.module:function, a list of them, or {package.module:function: 0.5}",
-            )
-    return {name: float(weight) for name, weight in weights.items()}
 
 
 def _of_model(folder: str) -> RewardFunction:
@@ -131,11 +103,9 @@ def _of_model(folder: str) -> RewardFunction:
     return lambda prompts, completions, **_: scored(prompts, completions)
 
 
-def _is_finite(value: object) -> bool:
-    if isinstance(value, bool | None):
-        return isinstance(value, bool)
+def _is_finite(value: Any) -> bool:
     try:
-        return math.isfinite(value)  # type: ignore[arg-type]
+        return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         return False
 

@@ -5,14 +5,10 @@ Otherwise as grpo.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from shardwise.plugins.rollouts.advantages import leave_one_out_advantages
 from shardwise.plugins.rollouts.grpo import GroupPolicyGradient
-from shardwise.plugins.rollouts.objective import RolloutKeys
-from shardwise.plugins.rollouts.rewards import rewards_of
 from shardwise.recipe.sections import Recipe
 
 
@@ -21,7 +17,6 @@ class RLOO(GroupPolicyGradient):
         return leave_one_out_advantages(rewards, self.spec.group)
 
 
-def objective(recipe: Recipe, normalise: str = "tokens", **keys: Any) -> RLOO:
+def objective(recipe: Recipe) -> RLOO:
     """RLOO as a recipe asks for it."""
-    read = RolloutKeys(**keys)
-    return RLOO(read.spec(recipe, least=2), rewards_of(read.rewards, read.reward_model), read.beta, normalise)
+    return RLOO(recipe)

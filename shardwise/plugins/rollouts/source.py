@@ -1,8 +1,8 @@
 """The batches of a run that trains on its own samples: prompts, completions, rewards, advantages.
 
 A *rollout* is ``size`` completions, ``group`` per prompt, sampled by the weights of the moment. It is trained on in
-``epochs`` times ``minibatches`` optimizer steps, of ``batch_size`` completions each. All of its random numbers follow
-from (seed, rollout, prompt, sample), and its prompts from the order of the data. So a run that is resumed from the
+``epochs`` times ``minibatches`` optimizer steps, of ``batch_size`` completions each. Its prompts follow from the order
+of the data, and all of its random numbers from (seed, rollout, prompt, sample). So a run that is resumed from the
 weights before a rollout repeats it bitwise.
 
 Every rank generates a share of the completions. All ranks then have the tables of the whole rollout, in host memory:
@@ -14,20 +14,18 @@ Training reads the sampled ids themselves; no text is tokenized again. A row is 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.errors import DataError
 from shardwise.data.batches import deal
-from shardwise.data.dataset import Sample
-from shardwise.data.tokenizer import Tokenizer
-from shardwise.engine.run import LiveModel
+from shardwise.engine.run import Run
+from shardwise.engine.sampling import Prompts
 from shardwise.model.blueprint import Batch
 from shardwise.plugins.rollouts.generation import Completions, generate, require_generation, uniforms
 from shardwise.plugins.rollouts.rewards import Rewards
@@ -46,19 +44,18 @@ class RolloutSpec:
     Attributes:
         batch_size: completions of one optimizer step.
         length: of a row; a prompt has at most ``length - completion`` tokens.
-        rows: completions that are generated at a time on a rank; None for all of its share.
+        group: completions per prompt.
     """
 
     seed: int
     batch_size: int
     length: int
     completion: int
-    group: int = 1
-    temperature: float = 1.0
-    mask_truncated: bool = True
-    rows: int | None = None
-    epochs: int = 1
-    minibatches: int = 1
+    group: int
+    temperature: float
+    mask_truncated: bool
+    epochs: int
+    minibatches: int
 
     @property
     def size(self) -> int:
@@ -70,7 +67,7 @@ class RolloutSpec:
         """Optimizer steps per rollout."""
         return self.epochs * self.minibatches
 
-    def rows_of(self, part: int, rollout: int) -> list[int]:
+    def rows(self, part: int, rollout: int) -> list[int]:
         """The completions of one of the steps of a rollout; every epoch visits all of them, in an order of its own."""
         if self.minibatches == 1:
             return list(range(self.size))
@@ -81,95 +78,102 @@ class RolloutSpec:
 
 
 Tables = dict[str, Tensor]
-"""Tensors of a rollout by name, with a row per completion, in host memory: what micro-batches are made of, and
+"""Tensors of a rollout by name, with a row per completion, in host memory: what micro-batches are made of.
 
-    rewards     fp64 [n, 1 + rewards]: the weighted sum, and every reward
-    deviation   fp64 [n]: standard deviation of the sums of the group
-    lengths     int64 [n], of the completions
-    ended       int64 [n]; 0 for truncated completions
+    input_ids, labels   int64 [n, s]
+    sampled             [n, s]: log-probabilities of the labels when they were sampled, 0 elsewhere
+    lengths, ended      int64 [n]: tokens of the completions; 0 for truncated ones
+    rewards             fp64 [n, 1 + rewards]: the weighted sum, and every reward
+    deviation           fp64 [n]: standard deviation of the sums of its group
 """
-
-
-class Advantages(ABC):
-    """What an objective adds to a rollout before it is trained on."""
-
-    @abstractmethod
-    def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
-        """``advantages`` [n, s], and what else the loss reads. All ranks call it together."""
 
 
 @dataclass
 class Rollouts:
-    """The micro-batches of this rank, by position in the order of the data; in the place of ``RankBatches``.
+    """The micro-batches of this rank, by position in the order of the data.
 
     Attributes:
-        records: the prompts of a rollout, ``spec.size / spec.group`` of them.
-        advantages: of the objective.
+        added: further tables of the objective, such as ``advantages`` [n, s]. All ranks call it together.
+        unit: steps that train on the same rollout.
     """
 
-    live: LiveModel
+    run: Run
     spec: RolloutSpec
-    records: Callable[[int], Sequence[Sample]]
-    tokenizer: Tokenizer
+    prompts: Prompts
     rewards: Rewards
-    advantages: Advantages
+    added: Callable[[Rollouts, Tables], Tables]
     _kept: dict[int, Tables] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        require_generation(self.live)
+        require_generation(self.run)
         self.unit = self.spec.steps
 
     def at(self, position: int) -> list[Batch]:
         """The micro-batches at a position; a rollout is made for the first of its positions that is asked for."""
-        number, part = divmod(position, self.spec.steps)
+        number, part = divmod(position, self.unit)
         self._kept = {n: tables for n, tables in self._kept.items() if number - KEPT < n <= number}
         if number not in self._kept:
             self._kept[number] = self._made(number)
-        return self.micro_batches(self._kept[number], self.spec.rows_of(part, number))
+        return self.micro_batches(self._kept[number], self.spec.rows(part, number))
 
     def forget(self) -> None:
         """Make rollouts again: the weights are no longer those that made them."""
         self._kept.clear()
 
+    @property
+    def validation_sets(self) -> list[str]:
+        """None: the loss of a rollout says nothing about held-out prompts."""
+        return []
+
+    def validation(self, name: str = "") -> list[Batch]:
+        return []
+
     def micro_batches(self, tables: Tables, rows: Sequence[int]) -> list[Batch]:
         """The share of this rank in these rows of a rollout, on its device; rows of padding have no labels."""
         batches = []
-        for slots in self.slots(len(rows)):
+        for slots in self._slots(len(rows)):
             index = torch.tensor([0 if slot is None else rows[slot] for slot in slots])
             batch = {name: table[index] for name, table in tables.items()}
             batch["present"] = torch.tensor([int(slot is not None) for slot in slots])
             batch["labels"][batch["present"] == 0] = IGNORED
-            batches.append({name: to_device(value, self.live.device) for name, value in batch.items()})
+            batches.append({name: to_device(value, self.run.device) for name, value in batch.items()})
         return batches
 
-    def slots(self, rows: int) -> list[list[int | None]]:
-        """Which of so many rows are in this rank's micro-batches."""
-        size = self.live.strategy[MICRO_BATCH_SIZE]
-        return deal(rows, self.live.data_rank, self.live.data_degree, size)
+    def _slots(self, rows: int) -> list[list[int | None]]:
+        size = self.run.strategy[MICRO_BATCH_SIZE]
+        return deal(rows, self.run.data_rank, self.run.data_degree, size)
+
+    def computed(self, tables: Tables, function: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
+        """A table of what a function of the model and a micro-batch returns for its rows, without gradients."""
+        rows = [slot for slots in self._slots(self.spec.size) for slot in slots]
+        batches = self.micro_batches(tables, range(self.spec.size))
+        results = self.run.passes.forward_only([self.run.local_batch(batch) for batch in batches], function)
+        values = torch.cat([result for result in results if result is not None])
+        there = [index for index, row in enumerate(rows) if row is not None]
+        return self._shared(values[there], [row for row in rows if row is not None])
 
     # ---- making a rollout ---------------------------------------------------------------------------------
 
     def _made(self, number: int) -> Tables:
-        spec, prompts = self.spec, list(self.records(number))
+        spec = self.spec
+        prompts = self.prompts.records(number, spec.size // spec.group)
         for prompt in prompts:
             self._require_room(prompt["prompt"])
-        share = -(-spec.size // self.live.data_degree)
-        first = self.live.data_rank * share
-        # Every rank generates as many completions; the last ones stand in for those that are not there.
+        share = -(-spec.size // self.run.data_degree)
+        first = self.run.data_rank * share
+        # Every rank generates as many completions; the last one stands in for those that are not there.
         own = [min(row, spec.size - 1) for row in range(first, first + share)]
         asked = [prompts[row // spec.group] for row in own]
-        noise = uniforms(spec.seed, number, [divmod(row, spec.group) for row in own], spec.completion)
         texts = [list(map(int, prompt["prompt"])) for prompt in asked]
-        ends = sorted(self.tokenizer.ends)
-        done = generate(self.live, texts, noise, ends, spec.temperature, spec.rows)
-        tables = laid_out(texts, done, spec.length)
-        tables["rewards"] = self._rewarded(asked, done)
-        tables = {name: self.shared(table, own, spec.size) for name, table in tables.items()}
+        noise = uniforms(spec.seed, number, [divmod(row, spec.group) for row in own], spec.completion)
+        done = generate(self.run, texts, noise, sorted(self.prompts.tokenizer.ends), spec.temperature)
+        tables = {**laid_out(texts, done, spec.length), "rewards": self._rewarded(asked, done)}
+        tables = {name: self._shared(table, own) for name, table in tables.items()}
         groups = tables["rewards"][:, 0].unflatten(0, (-1, spec.group))
         tables["deviation"] = groups.std(1, correction=0).repeat_interleave(spec.group)
         if spec.mask_truncated:
             tables["labels"][tables["ended"] == 0] = IGNORED
-        return {**tables, **self.advantages.added(self, tables)}
+        return {**tables, **self.added(self, tables)}
 
     def _require_room(self, prompt: Sequence[int]) -> None:
         room = self.spec.length - self.spec.completion
@@ -181,61 +185,42 @@ class Rollouts:
                 fix="raise data.sequence_length, lower objective.completion_length, or leave the record out",
             )
 
-    def _rewarded(self, prompts: Sequence[Sample], done: Completions) -> Tensor:
+    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: Completions) -> Tensor:
         """The rewards of this rank's completions. Of ranks with the same ones, the first calls the functions."""
-        if self.live.layout.number(dist.get_rank(), lambda axis: not axis.samples) > 0:
+        if self.run.layout.number(dist.get_rank(), lambda axis: not axis.samples) > 0:
             return torch.full((len(prompts), 1 + len(self.rewards.rewards)), -torch.inf, dtype=torch.float64)
-        vocab, decode = self.tokenizer.vocab, self.tokenizer.decode
-        lengths = done.lengths.tolist()
+        tokenizer, lengths = self.prompts.tokenizer, done.lengths.tolist()
         completions = [
-            decode([token for token in tokens[:length] if token < vocab])
+            tokenizer.decode([token for token in tokens[:length] if token < tokenizer.vocab])
             for tokens, length in zip(done.tokens.tolist(), lengths, strict=True)
         ]
-        fields: Mapping[str, Any] = prompts[0]["fields"]
-        return self.rewards.of(
-            [decode(prompt["prompt"]) for prompt in prompts],
-            completions,
-            {name: [prompt["fields"].get(name) for prompt in prompts] for name in fields},
-        )
+        names = prompts[0]["fields"]
+        fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
+        texts = [tokenizer.decode(prompt["prompt"]) for prompt in prompts]
+        return self.rewards.of(texts, completions, fields)
 
-    def shared(self, own: Tensor, rows: Sequence[int], count: int) -> Tensor:
-        """The table of all ``count`` rows, in host memory, from every rank's ``rows`` of it."""
+    def _shared(self, own: Tensor, rows: Sequence[int]) -> Tensor:
+        """The table of all rows, in host memory, from every rank's ``rows`` of it."""
         kind = torch.finfo(own.dtype) if own.is_floating_point() else torch.iinfo(own.dtype)
-        device = self.live.device
-        whole = torch.full((count, *own.shape[1:]), kind.min, dtype=own.dtype, device=device)
+        device = self.run.device
+        whole = torch.full((self.spec.size, *own.shape[1:]), kind.min, dtype=own.dtype, device=device)
         whole[torch.tensor(rows, device=device)] = own.to(device).clamp(min=kind.min)
         dist.all_reduce(whole, dist.ReduceOp.MAX)
         return whole.cpu()
 
-    @property
-    def validation_sets(self) -> list[str]:
-        """None: the loss of a rollout says nothing about held-out prompts."""
-        return []
-
-    def validation(self, name: str = "") -> list[Batch]:
-        return []
-
 
 def laid_out(prompts: Sequence[list[int]], done: Completions, length: int) -> Tables:
-    """Rows of prompts and completions: ``input_ids``, ``labels`` and ``sampled`` [n, length], lengths and ended.
-
-    ``sampled`` are the log-probabilities of the labels when they were sampled, 0 elsewhere.
-    """
+    """Rows of prompts and completions: the first five of ``Tables``."""
     n = len(prompts)
     ids = torch.zeros(n, length, dtype=torch.int64)
     labels = torch.full((n, length), IGNORED)
     sampled = torch.zeros(n, length, dtype=done.log_probabilities.dtype)
     tokens, logs, lengths = done.tokens.cpu(), done.log_probabilities.cpu(), done.lengths.cpu()
     for row, prompt in enumerate(prompts):
-        text, count, start = torch.tensor(prompt), int(lengths[row]), len(prompt)
-        ids[row, :start] = text
+        count, start = int(lengths[row]), len(prompt)
+        ids[row, :start] = torch.tensor(prompt)
         ids[row, start : start + count] = tokens[row, :count]
         labels[row, start - 1 : start - 1 + count] = tokens[row, :count]
         sampled[row, start - 1 : start - 1 + count] = logs[row, :count]
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "sampled": sampled,
-        "lengths": lengths,
-        "ended": done.ended.cpu().long(),
-    }
+    ended = done.ended.cpu().long()
+    return {"input_ids": ids, "labels": labels, "sampled": sampled, "lengths": lengths, "ended": ended}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import RecipeError
-from shardwise.plugins.rollouts.rewards import rewards_of
+from shardwise.plugins.rollouts.rewards import Rewards, rewards_of
+from shardwise.recipe.objective import ObjectiveSpec
 
 HERE = __name__
 
@@ -37,16 +38,20 @@ def one(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[fl
     return [1.0]
 
 
+def opened(*names: str, weights: tuple[float, ...] | None = None) -> Rewards:
+    named = tuple(f"{HERE}:{name}" for name in names)
+    return rewards_of(ObjectiveSpec(name="grpo", rewards=named, reward_weights=weights))
+
+
 def test_several_rewards_are_summed_with_their_weights() -> None:
-    rewards = rewards_of({f"{HERE}:length": 0.5, f"{HERE}:right": 2}, None)
+    rewards = opened("length", "right", weights=(0.5, 2))
     assert rewards.names == ["length", "right"]
     table = rewards.of(["a", "b"], ["xyz", "y"], {"answer": ["xyz", "z"]})
     assert table.tolist() == [[0.5 * 3 + 2, 3, 1], [0.5, 1, 0]]
 
 
-@pytest.mark.parametrize("named", [f"{HERE}:length", [f"{HERE}:length"]])
-def test_a_name_or_a_list_of_names_has_weights_of_1(named: object) -> None:
-    assert rewards_of(named, None).of(["a"], ["xyz"], {}).tolist() == [[3, 3]]
+def test_without_weights_they_count_alike() -> None:
+    assert opened("length", "length").of(["a"], ["xyz"], {}).tolist() == [[6, 3, 3]]
 
 
 REFUSED = [
@@ -60,16 +65,10 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "message"), REFUSED)
 def test_a_fault_of_a_function_is_one_line_that_names_it(name: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as raised:
-        rewards_of(f"{HERE}:{name}", None).of(["first", "second"], ["xyz", ""], {})
+        opened(name).of(["first", "second"], ["xyz", ""], {})
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("named", [None, [], 3, ["no_colon"], {f"{HERE}:one": "much"}, {f"{HERE}:one": None}])
-def test_what_names_no_reward_is_refused(named: object) -> None:
-    with pytest.raises(RecipeError, match=r"\(objective.rewards\)"):
-        rewards_of(named, None)
 
 
 def test_a_function_that_is_not_there_is_refused() -> None:
     with pytest.raises(RecipeError, match="cannot be imported"):
-        rewards_of(f"{HERE}:missing", None)
+        opened("missing")
