@@ -38,7 +38,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     for spec in recipe.data.parts:
         splits = open_splits(spec, tokenizer, default_root(), kind=recipe.samples)
         sequences += len(splits.train)
-    steps = steps_of_epochs(recipe.epochs, sequences, recipe.batch_size)
+    steps = recipe.unit * steps_of_epochs(recipe.epochs, sequences, recipe.unit_samples)
     counted = recipe.model_copy(update={"steps": steps, "epochs": None})
     for fault in schedule_faults(counted.schedule, steps):
         where = f"epochs: {recipe.epochs:g}"

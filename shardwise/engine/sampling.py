@@ -19,8 +19,8 @@ class Prompts(Protocol):
 
     tokenizer: Any
 
-    def records(self, number: int, count: int) -> Sequence[Mapping[str, Any]]:
-        """The prompts of a rollout: ``prompt`` (tokens) and ``fields`` (other values of the record, by name)."""
+    def records(self, step: int) -> Sequence[Mapping[str, Any]]:
+        """The prompts of a position: ``prompt`` (tokens) and ``fields`` (the record)."""
 
 
 class PositionedBatches(Protocol):
@@ -44,13 +44,7 @@ class PositionedBatches(Protocol):
 
 
 class SamplingObjective(TrainingObjective):
-    """An objective with batches of its own.
-
-    Attributes:
-        unit: optimizer steps that train on the samples of the same weights.
-    """
-
-    unit: int = 1
+    """An objective with batches of its own."""
 
     @abstractmethod
     def batches(self, run: Run, prompts: Prompts) -> PositionedBatches:

@@ -57,7 +57,7 @@ class RolloutObjective(SamplingObjective):
             asked.epochs or 1,
             asked.minibatches or 1,
         )
-        self.rewards, self.beta, self.unit = rewards_of(asked), asked.beta or 0.0, self.spec.steps
+        self.rewards, self.beta = rewards_of(asked), asked.beta or 0.0
         self.how = "copy" if self.beta else ""
         self._reference = functools.cache(lambda: frozen_copy(recipe))  # shared by copies of the objective
         if self.how:

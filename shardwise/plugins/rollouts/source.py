@@ -156,7 +156,7 @@ class Rollouts:
 
     def _made(self, number: int) -> Tables:
         spec = self.spec
-        prompts = self.prompts.records(number, spec.size // spec.group)
+        prompts = self.prompts.records(number * self.unit)
         for prompt in prompts:
             self._require_room(prompt["prompt"])
         share = -(-spec.size // self.run.data_degree)
@@ -194,7 +194,7 @@ class Rollouts:
             tokenizer.decode([token for token in tokens[:length] if token < tokenizer.vocab])
             for tokens, length in zip(done.tokens.tolist(), lengths, strict=True)
         ]
-        names = prompts[0]["fields"]
+        names = [name for name in prompts[0]["fields"] if name != "prompt"]
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
         texts = [tokenizer.decode(prompt["prompt"]) for prompt in prompts]
         return self.rewards.of(texts, completions, fields)
