@@ -1,7 +1,7 @@
 """PPO: several updates on one rollout, with clipped ratios and a value per token (Schulman et al. 2017,
 arXiv:1707.06347).
 
-The value is a linear head on the trained model's last hidden state (model/scalar_head.py). A completion's reward is
+The value is a linear head on the trained model's last hidden state (model/value_head.py). A completion's reward is
 that of its last token, and every token is charged ``beta`` times its log-probability's distance from the reference's
 (Ziegler et al. 2019, arXiv:1909.08593, eq. 2). Old log-probabilities are those that the training pass computes before
 the first update, not those of sampling, so the first ratio is 1; ``mismatch`` says how far the two differ.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint, LossSum
-from shardwise.model.scalar_head import values_and_log_probabilities
+from shardwise.model.value_head import log_probabilities_and_values
 from shardwise.plugins.rollouts.advantages import (
     clipped_loss,
     clipped_share,
@@ -49,7 +49,7 @@ class PPO(RolloutObjective):
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         tables = {**tables, **super().added(rollouts, tables)}
         both = rollouts.computed(tables, functools.partial(self._both, rollouts.run.blueprint))
-        state, old = both.unbind(1)
+        old, state = both.unbind(1)
         valid = tables["labels"] != IGNORED
         rewards = torch.zeros_like(old).masked_scatter(last(valid), tables["rewards"][valid.any(1), 0].to(old))
         if self.how:
@@ -60,12 +60,12 @@ class PPO(RolloutObjective):
         return {**tables, OLD: old, STATE: state, RETURNS: returns, "advantages": advantages}
 
     def _both(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
-        """Values and log-probabilities of the labels [m, 2, s]."""
+        """Log-probabilities of the labels, and values [m, 2, s]."""
         with tempered(blueprint, model, self.spec.temperature):
-            return torch.stack(values_and_log_probabilities(blueprint, model, batch), 1)
+            return torch.stack(log_probabilities_and_values(blueprint, model, batch), 1)
 
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
-        state, policy = self._both(blueprint, model, batch).unbind(1)
+        policy, state = self._both(blueprint, model, batch).unbind(1)
         given, valid = (policy, batch[OLD], batch["advantages"], self._epsilon), batch["labels"] != IGNORED
         errors = clipped_value_loss(state, batch[STATE], batch[RETURNS], self._value_epsilon)
         losses = clipped_loss(*given) + self._value_weight * errors
