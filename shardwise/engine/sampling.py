@@ -7,7 +7,8 @@ rollout: a run can be saved, resumed and rewound only between units, where the w
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from shardwise.engine.run import Run
@@ -43,9 +44,21 @@ class PositionedBatches(Protocol):
         """The run was rewound."""
 
 
+Repeated = Callable[[float], AbstractContextManager[None]]
+"""The costs of what runs in the block count so many times in a step."""
+
+
 class SamplingObjective(TrainingObjective):
     """An objective with batches of its own."""
 
     @abstractmethod
     def batches(self, run: Run, prompts: Prompts) -> PositionedBatches:
         """In the place of the batches of the data."""
+
+    @abstractmethod
+    def rehearse(self, run: Run, batch: Batch, repeated: Repeated) -> None:
+        """Allocate and compute on fake tensors what making the batches of a step takes.
+
+        Args:
+            batch: a micro-batch of this rank.
+        """

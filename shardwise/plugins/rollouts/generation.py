@@ -27,8 +27,9 @@ from shardwise.core import heartbeat
 from shardwise.core.errors import RecipeError
 from shardwise.engine.forward_backward import in_evaluation
 from shardwise.engine.run import LiveModel
+from shardwise.engine.sampling import Repeated
 from shardwise.model.blueprint import Blueprint
-from shardwise.plugins.serve.decoding import reader_of
+from shardwise.plugins.serve.decoding import Reader, reader_of
 from shardwise.plugins.serve.multi_lora import BASE, Bank
 from shardwise.technique.tensor import TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL
 
@@ -133,8 +134,7 @@ def _completed(
 ) -> Completions:
     (n, longest), device = uniform.shape, live.device
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
-    reader = reader_of(live.blueprint, live.model, Bank(live.model, live.options.dtypes.compute))
-    reader.device = device
+    reader = _reader(live)
     logits = reader.begin([list(prompt) for prompt in prompts], [BASE] * n, longest)
     tokens = torch.zeros(n, longest, dtype=torch.int64, device=device)
     logs = torch.zeros(n, longest, dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
@@ -151,6 +151,33 @@ def _completed(
         heartbeat.mark()
         logits = reader.follow(chosen)
     return Completions(tokens, logs, lengths, ended)
+
+
+def _reader(live: LiveModel) -> Reader:
+    reader = reader_of(live.blueprint, live.model, Bank(live.model, live.options.dtypes.compute))
+    reader.device = live.device  # the model's parameters may be in host memory
+    return reader
+
+
+def rehearse(
+    live: LiveModel, rows: int, prompt: int, longest: int, temperature: float, each: Repeated
+) -> None:
+    """What ``generate`` allocates and computes at most, on fake tensors: the prompts, and tokens after them.
+
+    A token costs what one half-way costs; the last one needs most memory.
+    """
+    require_generation(live)
+    uniform = torch.zeros(rows, dtype=torch.float64, device=live.device)
+    reader, half = _reader(live), (longest - 1) // 2
+    texts = [[0] * max(1, prompt - 1), *([[0] * prompt] * (rows - 1))]  # one is padded
+    with in_evaluation(live.model), tempered(live.blueprint, live.model, temperature):
+        with each(1):
+            tokens, _ = sampled(reader.begin(texts, [BASE] * rows, longest), uniform)
+        for skipped, times in ((half, longest - 1), (longest - 3 - half, 0)):
+            if skipped >= 0 and longest > 1:
+                reader.skip(skipped)
+                with each(times):
+                    tokens, _ = sampled(reader.follow(tokens), uniform)
 
 
 def _all_ended(ended: Tensor) -> bool:

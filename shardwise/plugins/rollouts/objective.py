@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.engine.run import Run
-from shardwise.engine.sampling import Prompts, SamplingObjective
+from shardwise.engine.sampling import Prompts, Repeated, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint, SampleShapes
 from shardwise.plugins.preferences.reference import frozen_copy
-from shardwise.plugins.rollouts.generation import tempered
+from shardwise.plugins.rollouts.generation import rehearse, tempered
 from shardwise.plugins.rollouts.rewards import rewards_of
 from shardwise.plugins.rollouts.source import Rollouts, RolloutSpec, Tables
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.runtime.language_loss import valid_targets
 from shardwise.runtime.measures import note
 from shardwise.runtime.parallel.vocabulary import IGNORED
+
+T = TypeVar("T")
+OfBatch = Callable[[nn.Module, Batch], Tensor]
+"""A function of the trained model and a micro-batch."""
 
 REFERENCE = "reference"
 """Role of the frozen copy, and the name of its log-probabilities of the labels [m, s]."""
@@ -106,18 +111,32 @@ class RolloutObjective(SamplingObjective):
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         """The reference's log-probabilities of a rollout."""
-        run = rollouts.run
+        computed = functools.partial(rollouts.computed, tables)
+        return {REFERENCE: self._of_reference(rollouts.run, computed)} if self.how else {}
+
+    def _of_reference(self, run: Run, computed: Callable[[OfBatch], T]) -> T:
+        """What is computed by the function that returns the reference's log-probabilities."""
         if self.how == "adapter_off":
             with run.passes.as_before_training():
-                of_trained = functools.partial(self.log_probabilities, run.blueprint)
-                return {REFERENCE: rollouts.computed(tables, of_trained)}
-        if self.how == "copy":
+                return computed(functools.partial(self.log_probabilities, run.blueprint))
+        copied = run.frozen[REFERENCE]
+        return computed(lambda _, batch: self.log_probabilities(self._reference(), copied, batch))
 
-            def of_copy(_: nn.Module, batch: Batch) -> Tensor:
-                return self.log_probabilities(self._reference(), run.frozen[REFERENCE], batch)
+    def rehearse(self, run: Run, batch: Batch, repeated: Repeated) -> None:
+        spec = self.spec
 
-            return {REFERENCE: rollouts.computed(tables, of_copy)}
-        return {}
+        def each(times: float) -> AbstractContextManager[None]:
+            return repeated(times / spec.steps)
+
+        rows, prompt = -(-spec.size // run.data_degree), spec.length - spec.completion
+        rehearse(run, rows, prompt, spec.completion, spec.temperature, each)
+        with each(run.context.micro_batches * spec.minibatches):
+            for compute in self.passes(run):
+                compute(lambda function: run.passes.forward_only([batch], function))
+
+    def passes(self, run: Run) -> list[Callable[[Callable[[OfBatch], Any]], Any]]:
+        """What runs over a whole rollout before it is trained on."""
+        return [functools.partial(self._of_reference, run)] if self.how else []
 
     def note_rollout(self, batch: Batch, policy: Tensor) -> None:
         """Note the measures of a micro-batch, whose labels have the log-probabilities ``policy`` [m, s] now."""

@@ -10,10 +10,13 @@ the first update, not those of sampling, so the first ratio is 1; ``mismatch`` s
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.run import Run
 from shardwise.model.blueprint import Batch, Blueprint, LossSum
 from shardwise.model.value_head import log_probabilities_and_values
 from shardwise.plugins.rollouts.advantages import (
@@ -24,7 +27,7 @@ from shardwise.plugins.rollouts.advantages import (
     whitened,
 )
 from shardwise.plugins.rollouts.generation import tempered
-from shardwise.plugins.rollouts.objective import REFERENCE, RolloutObjective
+from shardwise.plugins.rollouts.objective import REFERENCE, OfBatch, RolloutObjective
 from shardwise.plugins.rollouts.source import Rollouts, Tables
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.measures import note
@@ -51,13 +54,18 @@ class PPO(RolloutObjective):
         both = rollouts.computed(tables, functools.partial(self._both, rollouts.run.blueprint))
         old, state = both.unbind(1)
         valid = tables["labels"] != IGNORED
-        rewards = torch.zeros_like(old).masked_scatter(last(valid), tables["rewards"][valid.any(1), 0].to(old))
+        rewards = torch.zeros_like(old).masked_scatter(
+            last(valid), tables["rewards"][valid.any(1), 0].to(old)
+        )
         if self.how:
             rewards = rewards - self.beta * (old - tables[REFERENCE])
         advantages, returns = generalised_advantages(rewards, state, valid, self._gamma, self._lambda)
         if self._whiten:
             advantages = whitened(advantages, valid)
         return {**tables, OLD: old, STATE: state, RETURNS: returns, "advantages": advantages}
+
+    def passes(self, run: Run) -> list[Callable[[Callable[[OfBatch], Any]], Any]]:
+        return [*super().passes(run), lambda computed: computed(functools.partial(self._both, run.blueprint))]
 
     def _both(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Log-probabilities of the labels, and values [m, 2, s]."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import DataError
 from shardwise.data.batches import deal
+from shardwise.engine.phase import phase
 from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts
 from shardwise.model.blueprint import Batch
@@ -113,7 +114,8 @@ class Rollouts:
         number, part = divmod(position, self.unit)
         self._kept = {n: tables for n, tables in self._kept.items() if number - KEPT < n <= number}
         if number not in self._kept:
-            self._kept[number] = self._made(number)
+            with phase("rollout"):
+                self._kept[number] = self._made(number)
         return self.micro_batches(self._kept[number], self.spec.rows(part, number))
 
     def forget(self) -> None:

@@ -42,6 +42,10 @@ class Reader(ABC):
     def keep(self, rows: list[int]) -> None:
         """Drop all texts except ``rows``."""
 
+    @abstractmethod
+    def skip(self, count: int) -> None:
+        """Make every text longer by tokens without a value, for plans."""
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of cached keys and values."""
@@ -71,6 +75,9 @@ class Again(Reader):
         self._texts = [self._texts[row] for row in rows]
         self._adapters = [self._adapters[row] for row in rows]
 
+    def skip(self, count: int) -> None:
+        self._texts = [text + [0] * count for text in self._texts]
+
     def _last(self, row: int) -> Tensor:
         self.bank.select([self._adapters[row]])
         ids = torch.tensor([self._texts[row]], device=self.device)
@@ -94,6 +101,9 @@ class Cached(Reader):
     def keep(self, rows: list[int]) -> None:
         self._adapters = [self._adapters[row] for row in rows]
         self._cache.keep(rows)
+
+    def skip(self, count: int) -> None:
+        self._cache.advance(count)
 
     def _read(self, ids: Tensor) -> Tensor:
         self.bank.select(self._adapters)
@@ -139,6 +149,12 @@ class Transformers(Cached):
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)
         self._theirs.batch_select_indices(torch.tensor(rows, device=self.device))
+
+    def skip(self, count: int) -> None:
+        super().skip(count)
+        for layer in self._theirs.layers:
+            more = layer.keys.new_empty(*layer.keys.shape[:2], count, layer.keys.shape[3])
+            layer.keys, layer.values = torch.cat([layer.keys, more], 2), torch.cat([layer.values, more], 2)
 
     def _blocks(self) -> int:
         return 0
