@@ -49,7 +49,9 @@ class RankBatches:
 def batches_of(data: Data, run: Run) -> PositionedBatches:
     """The batches of the data, or those that the model samples itself."""
     objective = run.objective
-    return objective.batches(run, data) if isinstance(objective, SamplingObjective) else RankBatches(data, run)
+    return (
+        objective.batches(run, data) if isinstance(objective, SamplingObjective) else RankBatches(data, run)
+    )
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,7 @@ class Trainer:
         self.saver = Saver(self.run, job.folder, self.data.fingerprint)
         self.hooks = Hooks(callbacks, dist.get_rank(), [] if tracking is None else [("trackers", tracking)])
         heard = (lambda event: self.hooks.call("on_event", event)) if self.hooks.listening else None
-        self.recovery = Recovery(
-            self.run, self.data, job.folder, self.batches, self.saver.wait, warn, heard
-        )
+        self.recovery = Recovery(self.run, self.data, job.folder, self.batches, self.saver.wait, warn, heard)
         self.pauses = Pauses(recipe)
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.phases = PhaseStopwatch(self.run, self.state.step)

@@ -3,7 +3,8 @@
 Pure functions on tensors. Losses are per token, never means: the engine divides their sum by the number of targets in
 the global batch.
 
-Legend: n completions, s positions. A row's valid positions follow each other.
+Legend: n completions, s positions. A row's valid positions follow each other. ``policy`` and ``old`` are
+log-probabilities of the trained policy and of the one that sampled.
 """
 
 from __future__ import annotations
@@ -35,12 +36,7 @@ def group_advantages(rewards: Tensor, group: int, scaled: bool) -> Tensor:
 
 
 def leave_one_out_advantages(rewards: Tensor, group: int) -> Tensor:
-    """RLOO: reward minus the mean of the others of its group (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
-
-    Args:
-        rewards: [n]; completions of one prompt follow each other.
-        group: completions per prompt, at least 2.
-    """
+    """RLOO: reward minus the mean of the others of its group (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8)."""
     grouped = rewards.unflatten(0, (-1, group))
     others = (grouped.sum(1, keepdim=True) - grouped) / (group - 1)
     return (grouped - others).flatten()
@@ -100,11 +96,7 @@ def policy_loss(policy: Tensor, advantages: Tensor) -> Tensor:
 
 
 def clipped_loss(policy: Tensor, old: Tensor, advantages: Tensor, epsilon: float) -> Tensor:
-    """Per token: PPO's clipped surrogate, negated (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
-
-    Args:
-        policy, old: log-probabilities of the trained policy, and of the one that sampled.
-    """
+    """Per token: PPO's clipped surrogate, negated (Schulman et al. 2017, arXiv:1707.06347, eq. 7)."""
     ratio = (policy - old).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
 

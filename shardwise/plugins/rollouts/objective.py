@@ -16,11 +16,11 @@ from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts, Repeated, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint, SampleShapes
 from shardwise.plugins.preferences.reference import frozen_copy
-from shardwise.plugins.rollouts.generation import rehearse, tempered
+from shardwise.plugins.rollouts.generation import rehearse
 from shardwise.plugins.rollouts.rewards import rewards_of
 from shardwise.plugins.rollouts.source import Rollouts, RolloutSpec, Tables
 from shardwise.recipe.sections import DataSpec, Recipe
-from shardwise.runtime.language_loss import valid_targets
+from shardwise.runtime.language_loss import tempered, valid_targets
 from shardwise.runtime.measures import note
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
@@ -101,7 +101,7 @@ class RolloutObjective(SamplingObjective):
 
     def log_probabilities(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Of the labels, at the temperature of sampling: [m, s]."""
-        with tempered(blueprint, model, self.spec.temperature):
+        with tempered(blueprint.output(model), self.spec.temperature):
             return blueprint.log_probabilities(model, batch)
 
     # ---- the batches --------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from shardwise.plugins.rollouts.advantages import (
     generalised_advantages,
     whitened,
 )
-from shardwise.plugins.rollouts.generation import tempered
 from shardwise.plugins.rollouts.objective import REFERENCE, OfBatch, RolloutObjective
 from shardwise.plugins.rollouts.source import Rollouts, Tables
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.language_loss import tempered
 from shardwise.runtime.measures import note
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
@@ -69,7 +69,7 @@ class PPO(RolloutObjective):
 
     def _both(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Log-probabilities of the labels, and values [m, 2, s]."""
-        with tempered(blueprint, model, self.spec.temperature):
+        with tempered(blueprint.output(model), self.spec.temperature):
             return torch.stack(log_probabilities_and_values(blueprint, model, batch), 1)
 
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:

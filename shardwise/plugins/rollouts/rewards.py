@@ -14,15 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import RecipeError, one_line
+from shardwise.core.errors import RecipeError, one_line, shorten
 from shardwise.core.user_objects import resolve, without_folder
 from shardwise.recipe.objective import ObjectiveSpec
 
 RewardFunction = Callable[..., Sequence[float]]
-
-FUNCTIONS = "rewards"
-_SHOWN = 60
-"""Characters of a completion in an error."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +32,8 @@ class Reward:
     def of(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
     ) -> list[float]:
-        """One number per completion.
-
-        Raises:
-            RecipeError: the function raises an error, or returns anything but finite numbers.
-        """
-        where = f"objective.{FUNCTIONS}: {self.name}"
+        """One number per completion. Raises RecipeError if the function fails, or returns anything but numbers."""
+        where = f"objective.rewards: {self.name}"
         try:
             values = list(self.function(list(prompts), list(completions), **fields))
         except Exception as error:  # whatever the user's own code raises
@@ -55,7 +47,7 @@ class Reward:
                 raise RecipeError(
                     f"a reward is {value!r}",
                     where=where,
-                    why=f"of the completion {_shown(completion)} to {_shown(prompt)}",
+                    why=f"of the completion {shorten(completion, 60)!r} to {shorten(prompt, 60)!r}",
                     fix="return a finite number for every completion",
                 )
         return [float(value) for value in values]
@@ -87,7 +79,7 @@ def rewards_of(spec: ObjectiveSpec) -> Rewards:
     named = spec.rewards or ()
     weights = spec.reward_weights or (1.0,) * len(named)
     rewards = [
-        Reward(name, weight, resolve(name, f"objective.{FUNCTIONS}"))
+        Reward(name, weight, resolve(name, "objective.rewards"))
         for name, weight in zip(named, weights, strict=True)
     ]
     if spec.reward_model is not None:
@@ -108,7 +100,3 @@ def _is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + " …")

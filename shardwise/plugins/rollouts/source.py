@@ -28,8 +28,9 @@ from shardwise.engine.phase import phase
 from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts
 from shardwise.model.blueprint import Batch
-from shardwise.plugins.rollouts.generation import Completions, generate, require_generation, uniforms
+from shardwise.plugins.rollouts.generation import Completions, generate
 from shardwise.plugins.rollouts.rewards import Rewards
+from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
 from shardwise.runtime.parallel.vocabulary import IGNORED
 from shardwise.technique import MICRO_BATCH_SIZE
@@ -106,7 +107,6 @@ class Rollouts:
     _kept: dict[int, Tables] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        require_generation(self.run)
         self.unit = self.spec.steps
 
     def at(self, position: int) -> list[Batch]:
@@ -184,7 +184,7 @@ class Rollouts:
                 "a prompt leaves no room for its completion" if len(prompt) else "a prompt is empty",
                 where="data.source",
                 why=f"it has {len(prompt)} tokens, and {room} of {self.spec.length} are for prompts",
-                fix="raise data.sequence_length, lower objective.completion_length, or leave the record out",
+                fix="raise data.sequence_length, or lower objective.completion_length",
             )
 
     def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: Completions) -> Tensor:

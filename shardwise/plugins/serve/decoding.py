@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.decoder import Decoder
 from shardwise.plugins.serve.kv_cache import Cache
-from shardwise.plugins.serve.multi_lora import Bank
+from shardwise.plugins.serve.multi_lora import BASE, Bank
 
 
 class Reader(ABC):
@@ -219,3 +220,30 @@ def _takes_a_cache(model: Any) -> bool:
 
     plain = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
     return all(type(layer) in plain for layer in own_cache(model).layers)
+
+
+def rehearse_reading(
+    reader: Reader,
+    sizes: tuple[int, int, int],
+    choose: Callable[[Tensor], Tensor],
+    repeated: Callable[[float], AbstractContextManager[None]],
+) -> None:
+    """Read texts and tokens after them on fake tensors, for plans.
+
+    A token costs what one half-way does; the last one needs most memory.
+
+    Args:
+        sizes: texts, their tokens, and most tokens that follow.
+        choose: tokens [b] of logits [b, vocab].
+        repeated: the costs of its block count so many times.
+    """
+    texts, length, more = sizes
+    half = (more - 1) // 2
+    with repeated(1):
+        padded = [[0] * max(1, length - 1), *([[0] * length] * (texts - 1))]
+        tokens = choose(reader.begin(padded, [BASE] * texts, more))
+    for skipped, times in ((half, more - 1), (more - 3 - half, 0)):
+        if skipped >= 0 and more > 1:
+            reader.skip(skipped)
+            with repeated(times):
+                tokens = choose(reader.follow(tokens))

@@ -35,6 +35,7 @@ from shardwise.trainer.faults.oom_record import OomRecord
 LEAD = 1
 """Batches before a spike that are skipped with it."""
 
+
 class Rewound(Exception):
     """The run was rewound. ``state`` is its progress now."""
 

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.core.errors import RecipeError
 from shardwise.engine.build import build
 from shardwise.model.open import blueprint_of
-from shardwise.plugins.rollouts.generation import generate, require_generation, sampled, uniforms
+from shardwise.plugins.rollouts.generation import generate
+from shardwise.plugins.serve.sampling import sampled, uniforms
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import strategy_from
 from tests.harness.pool import Pool
 from tests.harness.small_models import write_model
+from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
 
 ROWS, LONGEST, VOCAB = 8, 40, 257
 PROMPTS = [[5 + row, 7, 11][: 1 + row % 3] for row in range(ROWS)]
@@ -35,7 +36,6 @@ def generated(recipe: Recipe, settings: dict[str, Any], ends: range = ENDS) -> l
     """Of all rows of this rank: number of the row, tokens, log-probabilities, whether it ended."""
     strategy = strategy_from(settings)
     run = build(recipe, blueprint_of(recipe), strategy, torch.device("cpu"))
-    require_generation(run)
     share = ROWS // run.data_degree
     own = range(run.data_rank * share, (run.data_rank + 1) * share)
     noise = uniforms(3, 0, [(row // 2, row % 2) for row in own], LONGEST)
@@ -137,17 +137,20 @@ def uses_a_cache(recipe: Recipe) -> None:
     assert isinstance(reader_of(run.blueprint, run.model, Bank(run.model, torch.float64)), Transformers)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"pipeline_parallel": 2}, "pipeline_parallel"),
-    ({"sequence_parallel": 2}, "sequence_parallel"),
-    ({"tensor_parallel": 2, "tensor_sequence_parallel": "gathered"}, "tensor_sequence_parallel"),
+REFUSED: list[dict[str, Any]] = [
+    {"pipeline_parallel": 2},
+    {"sequence_parallel": 2},
+    {"tensor_parallel": 2, "tensor_sequence_parallel": "gathered"},
 ]
 
 
-@pytest.mark.parametrize(("settings", "key"), REFUSED)
-def test_layouts_that_cannot_generate_are_refused(pool: Pool, settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(RecipeError, match=rf"completions are not generated in this layout .*\.{key}\)"):
-        pool.run(2, generated, small(), {**EXACT, **settings})
+@pytest.mark.parametrize("settings", REFUSED, ids=str)
+def test_layouts_that_cannot_generate_break_a_rule(tmp_path: Path, settings: dict[str, Any]) -> None:
+    from shardwise.technique import broken_rules
+
+    recipe = rollout_recipe(prompts(tmp_path), "grpo")
+    keys = [violation.rule.key for violation in broken_rules(strategy_from(settings), 4, recipe)]
+    assert keys == [list(settings)[-1]]
 
 
 # ---- the distribution -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
 
 from shardwise.checkpoint.run_folder import write_job
 from shardwise.core.errors import Preempted
@@ -20,6 +19,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import strategy_from
 from shardwise.trainer.loop import Job, Trainer
 from tests.harness.pool import Pool
+from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
 
 WORLD, UNIT = 2, 4
 SETTINGS = {"precision": "fp32", "zero_stage": 3, "micro_batch_size": 3}
