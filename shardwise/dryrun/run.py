@@ -8,10 +8,8 @@ multiplied.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.moments import MemoryMoments, moments
 from shardwise.dryrun.reading import LedgerPoint, ledger_at, peaks, peaks_of_passes, timeline
 from shardwise.dryrun.replay import Replay, Trace
+from shardwise.dryrun.rollout import rehearse_rollout
 from shardwise.dryrun.sharing import shared_dry_runs
 from shardwise.dryrun.sites import sites_at_peak
 from shardwise.dryrun.snapshot import memory_snapshot
@@ -36,9 +35,8 @@ from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
 from shardwise.engine.build import assemble, materialise
 from shardwise.engine.optim.norm import local, shards_of
-from shardwise.engine.phase import current_micro_batch, listening, phase
+from shardwise.engine.phase import current_micro_batch, listening
 from shardwise.engine.run import Run
-from shardwise.engine.sampling import SamplingObjective
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.snapshot import host_copies
 from shardwise.engine.step import step
@@ -361,22 +359,10 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[tupl
     run.blueprint.rehearse_fill(run.model)
     tracker.counting_costs = True
     with listening(entered):
-        if isinstance(run.objective, SamplingObjective):
-            with phase("rollout"):
-                run.objective.rehearse(run, run.local_batch(batches[0]), partial(_repeated, tracker))
+        rehearse_rollout(run, batches[0], tracker)
         step(run, batches, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
     return entries
-
-
-@contextmanager
-def _repeated(tracker: Tracker, times: float) -> Iterator[None]:
-    """Costs within the block count so many times, and outside of micro-batches."""
-    outer, tracker.tallies = tracker.tallies, {}
-    yield
-    inner, tracker.tallies = tracker.tallies, outer
-    for tally in inner.values():
-        outer.setdefault(None, Tally()).add(tally, times)
 
 
 def _pass_bytes(tracker: Tracker, entries: Sequence[tuple[int, str]]) -> int:

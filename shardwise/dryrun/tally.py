@@ -32,7 +32,7 @@ class Tally:
             self.transfers[transfer] += 1
 
     def add(self, other: Tally, times: float = 1) -> None:
-        """Add the counts of ``other``, multiplied by ``times``: a fraction of what does not run in every step."""
+        """Add the counts of ``other``, multiplied by ``times``: a fraction for work of some steps only."""
         _add_counts(self.kernels, other.kernels, times)
         _add_counts(self.collectives, other.collectives, times)
         _add_counts(self.transfers, other.transfers, times)

@@ -45,7 +45,7 @@ class PositionedBatches(Protocol):
 
 
 Repeated = Callable[[float], AbstractContextManager[None]]
-"""The costs of what runs in the block count so many times in a step."""
+"""The costs of the block count so many times in a step."""
 
 
 class SamplingObjective(TrainingObjective):

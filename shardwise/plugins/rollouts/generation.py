@@ -35,7 +35,7 @@ AGREED_EVERY = 16
 
 
 @dataclass(frozen=True)
-class Completions:
+class SampledTokens:
     """Sampled tokens of n prompts. c is the longest completion allowed.
 
     Attributes:
@@ -57,7 +57,7 @@ def generate(
     uniform: Tensor,
     ends: Sequence[int],
     temperature: float = 1.0,
-) -> Completions:
+) -> SampledTokens:
     """Complete prompts of this rank; all ranks call it together, with as many prompts.
 
     Args:
@@ -70,7 +70,7 @@ def generate(
 
 def _completed(
     live: LiveModel, prompts: Sequence[list[int]], uniform: Tensor, ends: Sequence[int]
-) -> Completions:
+) -> SampledTokens:
     (n, longest), device = uniform.shape, live.device
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
     reader = _reader(live)
@@ -89,7 +89,7 @@ def _completed(
             break
         heartbeat.mark()
         logits = reader.follow(chosen)
-    return Completions(tokens, logs, lengths, ended)
+    return SampledTokens(tokens, logs, lengths, ended)
 
 
 def _reader(live: LiveModel) -> Reader:

@@ -115,7 +115,7 @@ class RolloutObjective(SamplingObjective):
         return {REFERENCE: self._of_reference(rollouts.run, computed)} if self.how else {}
 
     def _of_reference(self, run: Run, computed: Callable[[OfBatch], T]) -> T:
-        """What is computed by the function that returns the reference's log-probabilities."""
+        """The result of ``computed`` for the function that returns the reference's log-probabilities."""
         if self.how == "adapter_off":
             with run.passes.as_before_training():
                 return computed(functools.partial(self.log_probabilities, run.blueprint))

@@ -22,7 +22,7 @@ RewardFunction = Callable[..., Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Reward:
+class NamedReward:
     """One reward; ``name`` is what the recipe names."""
 
     name: str
@@ -56,7 +56,7 @@ class Reward:
 class Rewards:
     """The rewards of a recipe."""
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
+    def __init__(self, rewards: Sequence[NamedReward]) -> None:
         self.rewards = rewards
 
     @property
@@ -79,11 +79,11 @@ def rewards_of(spec: ObjectiveSpec) -> Rewards:
     named = spec.rewards or ()
     weights = spec.reward_weights or (1.0,) * len(named)
     rewards = [
-        Reward(name, weight, resolve(name, "objective.rewards"))
+        NamedReward(name, weight, resolve(name, "objective.rewards"))
         for name, weight in zip(named, weights, strict=True)
     ]
     if spec.reward_model is not None:
-        rewards.append(Reward(spec.reward_model, 1.0, _of_model(spec.reward_model)))
+        rewards.append(NamedReward(spec.reward_model, 1.0, _of_model(spec.reward_model)))
     return Rewards(rewards)
 
 

@@ -28,7 +28,7 @@ from shardwise.engine.phase import phase
 from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts
 from shardwise.model.blueprint import Batch
-from shardwise.plugins.rollouts.generation import Completions, generate
+from shardwise.plugins.rollouts.generation import SampledTokens, generate
 from shardwise.plugins.rollouts.rewards import Rewards
 from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
@@ -146,7 +146,7 @@ class Rollouts:
         return deal(rows, self.run.data_rank, self.run.data_degree, size)
 
     def computed(self, tables: Tables, function: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
-        """A table of what a function of the model and a micro-batch returns for its rows, without gradients."""
+        """A table of the results of a function of the model and a micro-batch, without gradients."""
         rows = [slot for slots in self._slots(self.spec.size) for slot in slots]
         batches = self.micro_batches(tables, range(self.spec.size))
         results = self.run.passes.forward_only([self.run.local_batch(batch) for batch in batches], function)
@@ -187,7 +187,7 @@ class Rollouts:
                 fix="raise data.sequence_length, or lower objective.completion_length",
             )
 
-    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: Completions) -> Tensor:
+    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: SampledTokens) -> Tensor:
         """The rewards of this rank's completions. Of ranks with the same ones, the first calls the functions."""
         if self.run.layout.number(dist.get_rank(), lambda axis: not axis.samples) > 0:
             return torch.full((len(prompts), 1 + len(self.rewards.rewards)), -torch.inf, dtype=torch.float64)
@@ -211,7 +211,7 @@ class Rollouts:
         return whole.cpu()
 
 
-def laid_out(prompts: Sequence[list[int]], done: Completions, length: int) -> Tables:
+def laid_out(prompts: Sequence[list[int]], done: SampledTokens, length: int) -> Tables:
     """Rows of prompts and completions: the first five of ``Tables``."""
     n = len(prompts)
     ids = torch.zeros(n, length, dtype=torch.int64)

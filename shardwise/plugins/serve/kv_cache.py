@@ -55,9 +55,8 @@ class BlockCache:
     """The keys and values of one block, each [b, k, capacity, d]."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache: Cache = weakref.proxy(
-            cache
-        )  # without a cycle, memory is free as soon as nobody reads it
+        # In a cycle, memory would be free only after a garbage collection.
+        self._cache: Cache = weakref.proxy(cache)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
