@@ -79,7 +79,6 @@ def measured(recipe: Recipe, settings: dict[str, Any]) -> int:
 
 CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("grpo", 1, {}, {}),
-    ("grpo", 2, {"zero_stage": 3}, {"beta": 0.1}),
     ("ppo", 1, {"micro_batch_size": 4}, {"beta": 0.0, "epochs": 1}),
 ]
 
@@ -91,8 +90,7 @@ def test_predicted_memory_is_that_of_real_steps(
     recipe = recipe_of_run(source, name, world, **objective)
     predicted = planned(recipe, settings)
     real = max(pool.run(world, measured, recipe, settings))
-    print(name, world, settings, predicted.peak.phase, predicted.peak.bytes / 2**20, real / 2**20)
-    assert predicted.peak.bytes == pytest.approx(real, rel=0.05)
+    assert predicted.peak.bytes == pytest.approx(real, rel=0.02)
 
 
 def test_the_peak_of_generation_has_the_whole_cache(source: Path) -> None:
