@@ -105,7 +105,7 @@ class StepCost:
     @property
     def flops(self) -> int:
         """FLOPs that this rank executes, recomputation included; the later half of causal attention is not."""
-        return sum(k.calls * k.flops for k in self.kernels)
+        return round(sum(k.calls * k.flops for k in self.kernels))
 
     def traffic_by_axis(self) -> dict[str, int]:
         """Bytes that each rank sends per optimizer step, by mesh axis."""
@@ -116,10 +116,10 @@ class StepCost:
 
     def transferred_bytes(self) -> dict[str, int]:
         """Bytes copied between memories per optimizer step, by way."""
-        copied: dict[str, int] = {}
+        copied: dict[str, float] = {}
         for t in self.transfers:
             copied[t.way] = copied.get(t.way, 0) + t.calls * t.bytes
-        return copied
+        return {way: round(sent) for way, sent in copied.items()}
 
 
 CountedCall: TypeAlias = Kernel | Collective | Transfer

@@ -63,6 +63,7 @@ class Data:
         self.vocab = tokenizer.vocab if tokenizer else None
         self._train, self._masking = splits.train, masking
         self._batch_size, self._seed = recipe.batch_size, recipe.seed
+        self._unit, self._unit_samples = recipe.unit, recipe.unit_samples
         self._sets = {OWN_SET: splits.held_out, **(sets or {})}
         self._fingerprints = {TRAIN: splits.fingerprint, OWN_SET: splits.fingerprint, **(fingerprints or {})}
         self._evaluation_sequences = recipe.evaluation.sequences
@@ -83,8 +84,12 @@ class Data:
         return [name for name, dataset in self._sets.items() if len(dataset)]
 
     def samples(self, step: int) -> list[int]:
-        """The `batch_size` sample numbers of optimizer step `step`, which counts from 0."""
-        return self._train.samples(step, self._batch_size, self._seed)
+        """The sample numbers of optimizer step `step`, which counts from 0; steps of one unit have the same."""
+        return self._train.samples(step // self._unit, self._unit_samples, self._seed)
+
+    def records(self, step: int) -> list[Sample]:
+        """The samples of optimizer step `step`, which do not stack into a batch."""
+        return [self._train.sample(index) for index in self.samples(step)]
 
     def cursor(self, step: int) -> tuple[str, ...]:
         """The state before optimizer step `step`, for a checkpoint; empty if seed and step say everything."""

@@ -37,7 +37,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     for spec in recipe.data.parts:
         splits = open_part(recipe, spec, tokenizer)
         sequences += len(splits.train)
-    steps = steps_of_epochs(recipe.epochs, sequences, recipe.batch_size)
+    steps = recipe.unit * steps_of_epochs(recipe.epochs, sequences, recipe.unit_samples)
     counted = recipe.model_copy(update={"steps": steps, "epochs": None})
     for fault in schedule_faults(counted.schedule, steps):
         where = f"epochs: {recipe.epochs:g}"

@@ -25,6 +25,7 @@ from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.moments import MemoryMoments, moments
 from shardwise.dryrun.reading import LedgerPoint, ledger_at, peaks, peaks_of_passes, timeline
 from shardwise.dryrun.replay import Replay, Trace
+from shardwise.dryrun.rollout import rehearse_rollout
 from shardwise.dryrun.sharing import shared_dry_runs
 from shardwise.dryrun.sites import sites_at_peak
 from shardwise.dryrun.snapshot import memory_snapshot
@@ -358,6 +359,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[tupl
     run.blueprint.rehearse_fill(run.model)
     tracker.counting_costs = True
     with listening(entered):
+        rehearse_rollout(run, batches[0], tracker)
         step(run, batches, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
     return entries

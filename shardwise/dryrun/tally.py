@@ -31,8 +31,8 @@ class Tally:
         for transfer in transfers:
             self.transfers[transfer] += 1
 
-    def add(self, other: Tally, times: int = 1) -> None:
-        """Add the counts of ``other``, multiplied by ``times``."""
+    def add(self, other: Tally, times: float = 1) -> None:
+        """Add the counts of ``other``, multiplied by ``times``: a fraction for work of some steps only."""
         _add_counts(self.kernels, other.kernels, times)
         _add_counts(self.collectives, other.collectives, times)
         _add_counts(self.transfers, other.transfers, times)
@@ -48,6 +48,6 @@ class Tally:
         )
 
 
-def _add_counts(counter: Counter[T], other: Counter[T], times: int) -> None:
+def _add_counts(counter: Counter[T], other: Counter[T], times: float) -> None:
     for key, calls in other.items():
-        counter[key] += times * calls
+        counter[key] += times * calls  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES: tuple[str, ...] = ("setup", "forward", "backward", "clip", "optimizer")
+PHASES: tuple[str, ...] = ("setup", "rollout", "forward", "backward", "clip", "optimizer")
 
 _current = "setup"
 _micro_batch: int | None = None

@@ -32,7 +32,7 @@ from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import gather, named_parameters
-from shardwise.trainer.batches import RankBatches, require_vocabulary
+from shardwise.trainer.batches import batches_of, require_vocabulary
 from shardwise.trainer.evaluation import evaluate
 from shardwise.trainer.precomputed import with_precomputed
 from shardwise.trainer.predictions import Predictions
@@ -64,7 +64,7 @@ class Session:
                 fix="use shardwise.train with callbacks",
             )
         with_precomputed(self._run, self._data, say)
-        self._batches = RankBatches(self._data, self._run)
+        self._batches = batches_of(self._data, self._run)
         self._predictions = Predictions(self._run) if recipe.evaluation.metrics is not None else None
         self.metrics: dict[str, float] = {}
         self._state = TrainState()

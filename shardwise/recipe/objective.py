@@ -151,6 +151,11 @@ class ObjectiveSpec(Section):
         return heads.get(self.name, "")
 
     @property
+    def unit(self) -> int:
+        """Optimizer steps on one rollout: completions that the same weights have sampled."""
+        return (self.epochs or 1) * (self.minibatches or 1)
+
+    @property
     def needs_whole_step(self) -> bool:
         """Whether the loss of a sample depends on all samples of its step."""
         return self.name == "kto"

@@ -72,6 +72,17 @@ def _rewards(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
     if group == 1 and spec.name in ("grpo", "rloo"):
         why = f"{spec.name} compares the completions of a prompt"
         yield Complaint(("objective", "group"), "group must be at least 2", why)
+    every = {
+        ("steps",): recipe.steps,
+        ("checkpoint", "every"): recipe.checkpoint.every,
+        ("evaluation", "every"): recipe.evaluation.every,
+        ("guard", "snapshot_every"): recipe.guard.snapshot_every,
+    }
+    for path, steps in every.items():
+        if steps and steps % recipe.unit:
+            why = f"a rollout is trained on in {recipe.unit} steps, objective.epochs times minibatches"
+            fix = f"the nearest that works is {max(1, round(steps / recipe.unit)) * recipe.unit}"
+            yield Complaint(path, f"{path[-1]} must be whole rollouts", why, fix)
     if length is not None and length >= recipe.data.sequence_length:
         why = f"data.sequence_length is {recipe.data.sequence_length}, and the prompt needs a part of it"
         yield Complaint(("objective", "completion_length"), "completion_length is too long", why, "lower it")

@@ -354,6 +354,18 @@ class Recipe(Section):
         completion = self.objective.completion_length if self.objective is not None else None
         return length - (completion or length // 2)
 
+    @property
+    def unit(self) -> int:
+        """Optimizer steps that are trained on the same samples of the data."""
+        return 1 if self.objective is None else self.objective.unit
+
+    @property
+    def unit_samples(self) -> int:
+        """Samples of the data of these steps: of rollouts the prompts."""
+        if self.objective is None or self.samples != "prompts":
+            return self.batch_size
+        return self.batch_size * (self.objective.minibatches or 1) // (self.objective.group or 1)
+
     @model_validator(mode="before")
     @classmethod
     def _without_decay(cls, values: Any) -> Any:

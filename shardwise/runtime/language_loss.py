@@ -7,10 +7,12 @@ The loss is computed from the logits, or inside the output layer if that layer i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from shardwise.core.errors import RecipeError
 from shardwise.runtime.chunked_cross_entropy import loss_head
 from shardwise.runtime.cross_entropy import cross_entropies, cross_entropy_sum
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary, vocabulary_of
@@ -54,3 +56,23 @@ def log_probabilities(logits_of: Logits, model: nn.Module, batch: Mapping[str, T
             return -cross_entropies(logits_of(model, *given), labels, vocabulary)
         with head.against(labels, vocabulary, per_token=True):
             return -head.confirm(logits_of(model, *given)).view(labels.shape)
+
+
+@contextmanager
+def tempered(output: nn.Linear | None, temperature: float) -> Iterator[None]:
+    """Within it the logits of a model are divided by the temperature, whatever reads them.
+
+    The input of its output layer is divided, so that losses in chunks have it too. Raises RecipeError without such a
+    layer.
+    """
+    if temperature == 1:
+        yield
+        return
+    if output is None or output._parameters.get("bias") is not None:
+        why = "the model has no output layer, or one with a bias"
+        raise RecipeError("temperature must be 1", where="objective.temperature", why=why, fix="remove it")
+    hook = output.register_forward_pre_hook(lambda _, given: (given[0] / temperature, *given[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -13,14 +13,15 @@ possible, or do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import Wrapping
 from shardwise.technique.rules import Case, Rule
+from shardwise.technique.sequence import SEQUENCE_PARALLEL
 from shardwise.technique.site import Site
-from shardwise.technique.tensor import TENSOR_PARALLEL
+from shardwise.technique.tensor import TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL
 
 REFERENCE: Setting[str] = Setting(
     "reference",
@@ -42,6 +43,12 @@ def _generates(case: Case) -> bool:
     return case.recipe.samples == "prompts"
 
 
+def _generated(key: str, broken: Callable[[Case], bool], value: object) -> Rule:
+    """A layout in which no completions are generated, one token after the other."""
+    reason = "generation reads one token after the other, which is not divided over ranks"
+    return Rule(key, reason, lambda case: _generates(case) and broken(case), lambda case: {key: value})
+
+
 def _in_stages(case: Case) -> bool:
     return case.ranks(lambda axis: axis.stages) > 1
 
@@ -61,6 +68,11 @@ def _resolved(case: Case) -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    _generated("pipeline_parallel", _in_stages, 1),
+    _generated("sequence_parallel", lambda case: case.strategy[SEQUENCE_PARALLEL] > 1, 1),
+    _generated(
+        "tensor_sequence_parallel", lambda case: case.strategy[TENSOR_SEQUENCE_PARALLEL] != "none", "none"
+    ),
     Rule(
         key="reference",
         reason="the objective compares with no reference",

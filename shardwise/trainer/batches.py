@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.core.errors import RecipeError
 from shardwise.data import Data
 from shardwise.engine.run import Run
+from shardwise.engine.sampling import PositionedBatches, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.runtime.offload.host import to_device
 from shardwise.technique import MICRO_BATCH_SIZE
@@ -15,6 +16,8 @@ from shardwise.technique import MICRO_BATCH_SIZE
 
 class RankBatches:
     """Reads the share of one rank from the data of a run."""
+
+    unit = 1
 
     def __init__(self, data: Data, run: Run) -> None:
         self._data, self._run = data, run
@@ -35,9 +38,20 @@ class RankBatches:
             return []
         return self._on_device(self._data.held_out(0, *self._share, name))
 
+    def forget(self) -> None:
+        """Nothing: the batches depend on nothing but the position."""
+
     def _on_device(self, batches: list[Batch]) -> list[Batch]:
         device = self._run.device
         return [{key: to_device(value, device) for key, value in batch.items()} for batch in batches]
+
+
+def batches_of(data: Data, run: Run) -> PositionedBatches:
+    """The batches of the data, or those that the model samples itself."""
+    objective = run.objective
+    return (
+        objective.batches(run, data) if isinstance(objective, SamplingObjective) else RankBatches(data, run)
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class StepBatches:
         steps: of the whole run.
     """
 
-    batches: RankBatches
+    batches: PositionedBatches
     position: Callable[[int], int]
     steps: int
 

@@ -40,7 +40,7 @@ from shardwise.launch.signals import StopRequest
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
-from shardwise.trainer.batches import RankBatches, StepBatches, require_vocabulary
+from shardwise.trainer.batches import StepBatches, batches_of, require_vocabulary
 from shardwise.trainer.evaluation import best_of, evaluate
 from shardwise.trainer.expert_watch import ExpertWatch
 from shardwise.trainer.faults.oom_restart import followed_oom, stop_on_oom
@@ -105,14 +105,12 @@ class Trainer:
         with_precomputed(self.run, self.data, say)
         self.state = self._restored()
         self.index = self.state.step
-        self.batches = RankBatches(self.data, self.run)
+        self.batches = batches_of(self.data, self.run)
         self.predictions = Predictions(self.run) if recipe.evaluation.metrics is not None else None
         self.saver = Saver(self.run, job.folder, self.data.fingerprint)
         self.hooks = Hooks(callbacks, dist.get_rank(), [] if tracking is None else [("trackers", tracking)])
         heard = (lambda event: self.hooks.call("on_event", event)) if self.hooks.listening else None
-        self.recovery = Recovery(
-            self.run, self.data, job.folder, self.batches.at, self.saver.wait, warn, heard
-        )
+        self.recovery = Recovery(self.run, self.data, job.folder, self.batches, self.saver.wait, warn, heard)
         self.pauses = Pauses(recipe)
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.phases = PhaseStopwatch(self.run, self.state.step)
@@ -123,6 +121,7 @@ class Trainer:
         self._pending: IssuedStep | None = None
         self._watched = self._ended = False
         self._skip: Tensor | None = None
+        self._asked = frozenset[str]()
         if recipe.evaluation.noise_scale:
             refuse_noise(self.run, job.plan.micro_batches)
 
@@ -238,6 +237,7 @@ class Trainer:
                 self.state = replace(rewound.state, capacity=self.state.capacity)
                 self._pending = None
                 self.pauses.rewind()
+                self.batches.forget()
                 self.log.lap()
             except RunAgain:  # no step since then has updated anything
                 self.state, self._pending = noted_capacity(self.run, self.state), None
@@ -250,7 +250,9 @@ class Trainer:
             before, self._pending = self._pending, self._issue(index, source)
             asked = frozenset[str]() if before is None else self._finish(before)
             self.meter.after_step()
-            if asked - {SKIP} or self.pauses.after(index):
+            self._asked |= asked - {SKIP}
+            if (index + 1) % self.batches.unit == 0 and (self._asked or self.pauses.after(index)):
+                asked, self._asked = self._asked, frozenset()
                 self._pause(self._pending, asked)
             if self._ended:
                 return

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.decoder import Decoder
 from shardwise.plugins.serve.kv_cache import Cache
-from shardwise.plugins.serve.multi_lora import Bank
+from shardwise.plugins.serve.multi_lora import BASE, Bank
 
 
 class Reader(ABC):
@@ -34,12 +36,16 @@ class Reader(ABC):
         """Logits [b, vocab] after the texts, which may grow by ``more`` tokens."""
 
     @abstractmethod
-    def follow(self, tokens: list[int]) -> Tensor:
-        """Logits [b, vocab] after one more token of every text."""
+    def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Logits [b, vocab] after one more token of every text; a tensor [b] of tokens stays on the device."""
 
     @abstractmethod
     def keep(self, rows: list[int]) -> None:
         """Drop all texts except ``rows``."""
+
+    @abstractmethod
+    def skip(self, count: int) -> None:
+        """Make every text longer by tokens without a value, for plans."""
 
     @property
     def cache_bytes(self) -> int:
@@ -60,7 +66,8 @@ class Again(Reader):
         self._texts, self._adapters = [list(text) for text in texts], list(adapters)
         return torch.stack([self._last(row) for row in range(len(texts))])
 
-    def follow(self, tokens: list[int]) -> Tensor:
+    def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
         return torch.stack([self._last(row) for row in range(len(tokens))])
@@ -68,6 +75,9 @@ class Again(Reader):
     def keep(self, rows: list[int]) -> None:
         self._texts = [self._texts[row] for row in rows]
         self._adapters = [self._adapters[row] for row in rows]
+
+    def skip(self, count: int) -> None:
+        self._texts = [text + [0] * count for text in self._texts]
 
     def _last(self, row: int) -> Tensor:
         self.bank.select([self._adapters[row]])
@@ -86,12 +96,15 @@ class Cached(Reader):
         ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=self.device)
         return self._read(ids)
 
-    def follow(self, tokens: list[int]) -> Tensor:
-        return self._read(torch.tensor(tokens, device=self.device).unsqueeze(1))
+    def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        return self._read(torch.as_tensor(tokens, device=self.device).unsqueeze(1))
 
     def keep(self, rows: list[int]) -> None:
         self._adapters = [self._adapters[row] for row in rows]
         self._cache.keep(rows)
+
+    def skip(self, count: int) -> None:
+        self._cache.advance(count)
 
     def _read(self, ids: Tensor) -> Tensor:
         self.bank.select(self._adapters)
@@ -137,6 +150,12 @@ class Transformers(Cached):
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)
         self._theirs.batch_select_indices(torch.tensor(rows, device=self.device))
+
+    def skip(self, count: int) -> None:
+        super().skip(count)
+        for layer in self._theirs.layers:
+            more = layer.keys.new_empty(*layer.keys.shape[:2], count, layer.keys.shape[3])
+            layer.keys, layer.values = torch.cat([layer.keys, more], 2), torch.cat([layer.values, more], 2)
 
     def _blocks(self) -> int:
         return 0
@@ -190,7 +209,9 @@ def cache_argument(model: Any) -> str:
 
 def _takes_a_cache(model: Any) -> bool:
     """Whether a model of transformers supports left padding and a cache of keys and values only."""
-    if not type(model).__module__.startswith("transformers."):
+    # FSDP2 makes a class of torch's for every module that it shards.
+    kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    if not kind.__module__.startswith("transformers."):
         return False
     taken = inspect.signature(model.forward).parameters.keys()
     if not cache_argument(model) or not {"attention_mask", "position_ids", "use_cache"} <= taken:
@@ -199,3 +220,30 @@ def _takes_a_cache(model: Any) -> bool:
 
     plain = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
     return all(type(layer) in plain for layer in own_cache(model).layers)
+
+
+def rehearse_reading(
+    reader: Reader,
+    sizes: tuple[int, int, int],
+    choose: Callable[[Tensor], Tensor],
+    repeated: Callable[[float], AbstractContextManager[None]],
+) -> None:
+    """Read texts and tokens after them on fake tensors, for plans.
+
+    A token costs what one half-way does; the last one needs most memory.
+
+    Args:
+        sizes: texts, their tokens, and most tokens that follow.
+        choose: tokens [b] of logits [b, vocab].
+        repeated: the costs of its block count so many times.
+    """
+    texts, length, more = sizes
+    half = (more - 1) // 2
+    with repeated(1):
+        padded = [[0] * max(1, length - 1), *([[0] * length] * (texts - 1))]
+        tokens = choose(reader.begin(padded, [BASE] * texts, more))
+    for skipped, times in ((half, more - 1), (more - 3 - half, 0)):
+        if skipped >= 0 and more > 1:
+            reader.skip(skipped)
+            with repeated(times):
+                tokens = choose(reader.follow(tokens))

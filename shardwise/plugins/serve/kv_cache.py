@@ -9,6 +9,8 @@ Memory is allocated once per batch, for the longest length that its texts may re
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,8 @@ class BlockCache:
     """The keys and values of one block, each [b, k, capacity, d]."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+        # In a cycle, memory would be free only after a garbage collection.
+        self._cache: Cache = weakref.proxy(cache)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,3 +95,26 @@ def choose_token(logits: Tensor, before: Sequence[int], how: Sampling, generator
         beyond = ordered.cumsum(0) - ordered >= how.top_p  # the more likely tokens reach top_p without it
         shares = shares.index_fill(0, places[beyond], 0.0)
     return int(torch.multinomial(shares, 1, generator=generator))
+
+
+def uniforms(seed: int, step: int, rows: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """Uniform numbers in [0, 1), fp64 [n, length], for rows (prompt, sample) of a step.
+
+    From a counter-based generator (Philox), so a row depends neither on other rows nor on the order of the calls.
+    """
+    streams = (np.random.Philox(key=[seed, step], counter=[0, 0, *row]) for row in rows)
+    return torch.from_numpy(np.stack([np.random.Generator(stream).random(length) for stream in streams]))
+
+
+def sampled(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [n], and their log-probabilities [n] in fp32 (fp64 for fp64), of logits [n, v].
+
+    Args:
+        uniform: fp64 [n], in [0, 1).
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logs = logits.to(wide).log_softmax(-1)
+    cumulative = logs.double().exp().cumsum(-1)
+    aimed = uniform.unsqueeze(1) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, aimed, right=True).clamp(max=logits.shape[1] - 1)
+    return tokens.squeeze(1), logs.gather(1, tokens).squeeze(1)

@@ -25,18 +25,15 @@ from shardwise.core.errors import NumericsError
 from shardwise.data import Data
 from shardwise.engine.guard import GuardAction, GuardVerdict, Seen, judge
 from shardwise.engine.run import Run
+from shardwise.engine.sampling import PositionedBatches
 from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.train_state import TrainState, merged
-from shardwise.model.blueprint import Batch
 from shardwise.trainer.faults.events import EventFile, event_line
 from shardwise.trainer.faults.find_non_finite import Finding, first_non_finite
 from shardwise.trainer.faults.oom_record import OomRecord
 
 LEAD = 1
 """Batches before a spike that are skipped with it."""
-
-BatchesAt = Callable[[int], list[Batch]]
-"""This rank's micro-batches at a position in the order of the data, on its device."""
 
 
 class Rewound(Exception):
@@ -66,13 +63,13 @@ class Recovery:
         run: Run,
         data: Data,
         folder: Path,
-        batches_at: BatchesAt,
+        batches: PositionedBatches,
         saved: Callable[[], None],
         warn: Callable[[str], None],
         heard: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._run, self._data, self._folder = run, data, folder
-        self._batches_at, self._saved, self._warn, self._heard = batches_at, saved, warn, heard
+        self._batches, self._saved, self._warn, self._heard = batches, saved, warn, heard
         self._spec = run.recipe.guard
         self._snapshots: Snapshots[TrainState] | None = snapshots_of(run)
         self._events: EventFile | None = None
@@ -140,7 +137,9 @@ class Recovery:
             self.log("no way back", index, [])
             return
         first = max(back.step, verdict.first - LEAD)
-        positions = [state.position(each) for each in range(first, verdict.last + 1)]
+        unit = self._batches.unit  # what belongs together is left out together
+        first, last = first - first % unit, verdict.last + unit - 1 - verdict.last % unit
+        positions = [state.position(each) for each in range(first, last + 1)]
         left_out = merged([*state.left_out, *((place, place + 1) for place in positions)])
         after = replace(back, rewinds=state.rewinds + 1, left_out=left_out)
         self.log("rewind", index, positions, to_step=after.step, rewinds=after.rewinds)
@@ -177,7 +176,7 @@ class Recovery:
         position, finding = state.position(index), None
         if self._run.synchronous:  # else ranks have read ahead, and cannot run one step alone
             with torch.enable_grad():
-                finding = first_non_finite(self._run, self._batches_at(position))
+                finding = first_non_finite(self._run, self._batches.at(position))
         words = _found(finding, finite)
         self.log("gave up", index, [position], why=why, blame=words)
         raise NumericsError(

@@ -1,0 +1,1 @@
+"""Training on rewards: GRPO, RLOO and PPO on completions that the trained model samples."""

@@ -1,0 +1,116 @@
+"""Completions of prompts, sampled from the model that is being trained, as it is divided over the ranks.
+
+The model runs token by token with the readers and caches of ``plugins/serve``. All ranks run the same number of passes:
+a sharded model gathers its weights in each of them. So a pass runs while any rank has an unfinished completion; the
+ranks agree on that every ``AGREED_EVERY`` tokens.
+
+A token is chosen by inverting the distribution function at one uniform number. The numbers of a completion come from a
+counter-based generator (Philox) with the key (seed, step) and the counter (prompt, sample). So a completion depends
+neither on the number of ranks nor on the other rows of its batch, except for rounding in the model.
+
+Tokens are sampled from all logits, and log-probabilities are of that distribution. A temperature divides the logits in
+training, too (``tempered``). Refused: top-k and top-p, whose log-probabilities training does not compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.core import heartbeat
+from shardwise.engine.forward_backward import in_evaluation
+from shardwise.engine.run import LiveModel
+from shardwise.engine.sampling import Repeated
+from shardwise.plugins.serve.decoding import Reader, reader_of, rehearse_reading
+from shardwise.plugins.serve.multi_lora import BASE, Bank
+from shardwise.plugins.serve.sampling import sampled
+from shardwise.runtime.language_loss import tempered
+
+AGREED_EVERY = 16
+"""Tokens after which ranks agree on whether all completions are over. Each time they wait for their devices."""
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Sampled tokens of n prompts. c is the longest completion allowed.
+
+    Attributes:
+        tokens: int64 [n, c]; the last one of a completion is the token that ended it, if it was not truncated.
+        log_probabilities: fp32 [n, c] (fp64 for fp64), of the tokens when they were sampled; 0 after the end.
+        lengths: int64 [n], the token that ended it included.
+        ended: bool [n]; False for truncated completions.
+    """
+
+    tokens: Tensor
+    log_probabilities: Tensor
+    lengths: Tensor
+    ended: Tensor
+
+
+def generate(
+    live: LiveModel,
+    prompts: Sequence[list[int]],
+    uniform: Tensor,
+    ends: Sequence[int],
+    temperature: float = 1.0,
+) -> SampledTokens:
+    """Complete prompts of this rank; all ranks call it together, with as many prompts.
+
+    Args:
+        uniform: fp64 [n, c], see ``uniforms``.
+        ends: the tokens that end a completion.
+    """
+    with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
+        return _completed(live, prompts, uniform, ends)
+
+
+def _completed(
+    live: LiveModel, prompts: Sequence[list[int]], uniform: Tensor, ends: Sequence[int]
+) -> SampledTokens:
+    (n, longest), device = uniform.shape, live.device
+    uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
+    reader = _reader(live)
+    logits = reader.begin([list(prompt) for prompt in prompts], [BASE] * n, longest)
+    tokens = torch.zeros(n, longest, dtype=torch.int64, device=device)
+    logs = torch.zeros(n, longest, dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
+    lengths = torch.zeros(n, dtype=torch.int64, device=device)
+    ended = torch.zeros(n, dtype=torch.bool, device=device)
+    for index in range(longest):
+        chosen, log = sampled(logits, uniform[:, index])
+        tokens[:, index] = chosen.where(~ended, 0)
+        logs[:, index] = log.where(~ended, 0.0)
+        lengths += ~ended
+        ended |= torch.isin(chosen, ending)
+        if index + 1 == longest or (index % AGREED_EVERY == AGREED_EVERY - 1 and _all_ended(ended)):
+            break
+        heartbeat.mark()
+        logits = reader.follow(chosen)
+    return SampledTokens(tokens, logs, lengths, ended)
+
+
+def _reader(live: LiveModel) -> Reader:
+    reader = reader_of(live.blueprint, live.model, Bank(live.model, live.options.dtypes.compute))
+    reader.device = live.device  # the model's parameters may be in host memory
+    return reader
+
+
+def rehearse(
+    live: LiveModel, rows: int, prompt: int, longest: int, temperature: float, each: Repeated
+) -> None:
+    """What ``generate`` allocates and computes at most, on fake tensors."""
+    uniform = torch.zeros(rows, dtype=torch.float64, device=live.device)
+    with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
+        rehearse_reading(
+            _reader(live), (rows, prompt, longest), lambda logits: sampled(logits, uniform)[0], each
+        )
+
+
+def _all_ended(ended: Tensor) -> bool:
+    """Whether the completions of all ranks are over. Waits for the device."""
+    going_on = (~ended).any().to(torch.int32)
+    dist.all_reduce(going_on, dist.ReduceOp.MAX)
+    return not int(going_on)

@@ -1,0 +1,97 @@
+"""PPO: several updates on one rollout, with clipped ratios and a value per token (Schulman et al. 2017,
+arXiv:1707.06347).
+
+The value is a linear head on the trained model's last hidden state (model/value_head.py). A completion's reward is
+that of its last token, and every token is charged ``beta`` times its log-probability's distance from the reference's
+(Ziegler et al. 2019, arXiv:1909.08593, eq. 2). Old log-probabilities are those that the training pass computes before
+the first update, not those of sampling, so the first ratio is 1; ``mismatch`` says how far the two differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.run import Run
+from shardwise.model.blueprint import Batch, Blueprint, LossSum
+from shardwise.model.value_head import log_probabilities_and_values
+from shardwise.plugins.rollouts.advantages import (
+    clipped_loss,
+    clipped_share,
+    clipped_value_loss,
+    generalised_advantages,
+    whitened,
+)
+from shardwise.plugins.rollouts.objective import REFERENCE, OfBatch, RolloutObjective
+from shardwise.plugins.rollouts.source import Rollouts, Tables
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.language_loss import tempered
+from shardwise.runtime.measures import note
+from shardwise.runtime.parallel.vocabulary import IGNORED
+
+OLD, STATE, RETURNS = "old", "state", "returns"
+"""Log-probabilities and values before the first update, and the returns that the values shall reach; [m, s]."""
+
+
+class PPO(RolloutObjective):
+    values = (*RolloutObjective.values, OLD, STATE, RETURNS)
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        asked = recipe.objective
+        assert asked is not None
+        self._gamma, self._lambda = asked.discount or 1.0, asked.trace_decay or 0.0
+        self._epsilon, self._value_epsilon = asked.epsilon or 0.0, asked.value_epsilon or 0.0
+        self._value_weight, self._whiten = asked.value_weight or 0.0, bool(asked.whiten)
+        self.measures = (*self.measures, "clipped", "value_error")
+
+    def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
+        tables = {**tables, **super().added(rollouts, tables)}
+        both = rollouts.computed(tables, functools.partial(self._both, rollouts.run.blueprint))
+        old, state = both.unbind(1)
+        valid = tables["labels"] != IGNORED
+        rewards = torch.zeros_like(old).masked_scatter(
+            last(valid), tables["rewards"][valid.any(1), 0].to(old)
+        )
+        if self.how:
+            rewards = rewards - self.beta * (old - tables[REFERENCE])
+        advantages, returns = generalised_advantages(rewards, state, valid, self._gamma, self._lambda)
+        if self._whiten:
+            advantages = whitened(advantages, valid)
+        return {**tables, OLD: old, STATE: state, RETURNS: returns, "advantages": advantages}
+
+    def passes(self, run: Run) -> list[Callable[[Callable[[OfBatch], Any]], Any]]:
+        return [*super().passes(run), lambda computed: computed(functools.partial(self._both, run.blueprint))]
+
+    def _both(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
+        """Log-probabilities of the labels, and values [m, 2, s]."""
+        with tempered(blueprint.output(model), self.spec.temperature):
+            return torch.stack(log_probabilities_and_values(blueprint, model, batch), 1)
+
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        policy, state = self._both(blueprint, model, batch).unbind(1)
+        given, valid = (policy, batch[OLD], batch["advantages"], self._epsilon), batch["labels"] != IGNORED
+        errors = clipped_value_loss(state, batch[STATE], batch[RETURNS], self._value_epsilon)
+        losses = clipped_loss(*given) + self._value_weight * errors
+        self.note_rollout(batch, batch[OLD])
+        noted = {"clipped": clipped_share(*given), "value_error": errors}
+        if self.how:
+            noted["kl"] = batch[OLD] - batch[REFERENCE]
+        for name, values in noted.items():
+            note(name, values.detach().where(valid, 0).sum(), valid.sum())
+        return losses.where(valid, 0).sum(), valid.sum()
+
+
+def last(valid: Tensor) -> Tensor:
+    """The last of the valid positions of every row, bool [n, s]."""
+    after = torch.cat([valid[:, 1:], torch.zeros_like(valid[:, :1])], 1)
+    return valid & ~after
+
+
+def objective(recipe: Recipe) -> PPO:
+    """PPO as a recipe asks for it."""
+    return PPO(recipe)

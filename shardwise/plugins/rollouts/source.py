@@ -1,0 +1,228 @@
+"""The batches of a run that trains on its own samples: prompts, completions, rewards, advantages.
+
+A *rollout* is ``size`` completions, ``group`` per prompt, sampled by the weights of the moment. It is trained on in
+``epochs`` times ``minibatches`` optimizer steps, of ``batch_size`` completions each. Its prompts follow from the order
+of the data, and all of its random numbers from (seed, rollout, prompt, sample). So a run that is resumed from the
+weights before a rollout repeats it bitwise.
+
+Every rank generates a share of the completions. All ranks then have the tables of the whole rollout, in host memory:
+advantages need whole groups, and a mini-batch takes rows from everywhere.
+
+Training reads the sampled ids themselves; no text is tokenized again. A row is a prompt, its completion, and padding to
+``data.sequence_length``. Labels are the completion's tokens; a truncated completion has none if ``mask_truncated``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.core.errors import DataError
+from shardwise.data.batches import deal
+from shardwise.engine.phase import phase
+from shardwise.engine.run import Run
+from shardwise.engine.sampling import Prompts
+from shardwise.model.blueprint import Batch
+from shardwise.plugins.rollouts.generation import SampledTokens, generate
+from shardwise.plugins.rollouts.rewards import Rewards
+from shardwise.plugins.serve.sampling import uniforms
+from shardwise.runtime.offload.host import to_device
+from shardwise.runtime.parallel.vocabulary import IGNORED
+from shardwise.technique import MICRO_BATCH_SIZE
+
+KEPT = 2
+"""Rollouts that are kept: that of the running step, and that of the step whose results are being read."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """How a rollout is made, and how often it is trained on.
+
+    Attributes:
+        batch_size: completions of one optimizer step.
+        length: of a row; a prompt has at most ``length - completion`` tokens.
+        group: completions per prompt.
+    """
+
+    seed: int
+    batch_size: int
+    length: int
+    completion: int
+    group: int
+    temperature: float
+    mask_truncated: bool
+    epochs: int
+    minibatches: int
+
+    @property
+    def size(self) -> int:
+        """Completions of a rollout."""
+        return self.batch_size * self.minibatches
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.epochs * self.minibatches
+
+    def rows(self, part: int, rollout: int) -> list[int]:
+        """The completions of one of the steps of a rollout; every epoch visits all of them, in an order of its own."""
+        if self.minibatches == 1:
+            return list(range(self.size))
+        epoch, minibatch = divmod(part, self.minibatches)
+        seed = ((self.seed * 1_000_003 + rollout) * 65_537 + epoch) % 2**63
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(seed)).tolist()
+        return order[minibatch * self.batch_size : (minibatch + 1) * self.batch_size]
+
+
+Tables = dict[str, Tensor]
+"""Tensors of a rollout by name, with a row per completion, in host memory: what micro-batches are made of.
+
+    input_ids, labels   int64 [n, s]
+    sampled             [n, s]: log-probabilities of the labels when they were sampled, 0 elsewhere
+    lengths, ended      int64 [n]: tokens of the completions; 0 for truncated ones
+    rewards             fp64 [n, 1 + rewards]: the weighted sum, and every reward
+    deviation           fp64 [n]: standard deviation of the sums of its group
+"""
+
+
+@dataclass
+class Rollouts:
+    """The micro-batches of this rank, by position in the order of the data.
+
+    Attributes:
+        added: further tables of the objective, such as ``advantages`` [n, s]. All ranks call it together.
+        unit: steps that train on the same rollout.
+    """
+
+    run: Run
+    spec: RolloutSpec
+    prompts: Prompts
+    rewards: Rewards
+    added: Callable[[Rollouts, Tables], Tables]
+    _kept: dict[int, Tables] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.unit = self.spec.steps
+
+    def at(self, position: int) -> list[Batch]:
+        """The micro-batches at a position; a rollout is made for the first of its positions that is asked for."""
+        number, part = divmod(position, self.unit)
+        self._kept = {n: tables for n, tables in self._kept.items() if number - KEPT < n <= number}
+        if number not in self._kept:
+            with phase("rollout"):
+                self._kept[number] = self._made(number)
+        return self.micro_batches(self._kept[number], self.spec.rows(part, number))
+
+    def forget(self) -> None:
+        """Make rollouts again: the weights are no longer those that made them."""
+        self._kept.clear()
+
+    @property
+    def validation_sets(self) -> list[str]:
+        """None: the loss of a rollout says nothing about held-out prompts."""
+        return []
+
+    def validation(self, name: str = "") -> list[Batch]:
+        return []
+
+    def micro_batches(self, tables: Tables, rows: Sequence[int]) -> list[Batch]:
+        """The share of this rank in these rows of a rollout, on its device; rows of padding have no labels."""
+        batches = []
+        for slots in self._slots(len(rows)):
+            index = torch.tensor([0 if slot is None else rows[slot] for slot in slots])
+            batch = {name: table[index] for name, table in tables.items()}
+            batch["present"] = torch.tensor([int(slot is not None) for slot in slots])
+            batch["labels"][batch["present"] == 0] = IGNORED
+            batches.append({name: to_device(value, self.run.device) for name, value in batch.items()})
+        return batches
+
+    def _slots(self, rows: int) -> list[list[int | None]]:
+        size = self.run.strategy[MICRO_BATCH_SIZE]
+        return deal(rows, self.run.data_rank, self.run.data_degree, size)
+
+    def computed(self, tables: Tables, function: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
+        """A table of the results of a function of the model and a micro-batch, without gradients."""
+        rows = [slot for slots in self._slots(self.spec.size) for slot in slots]
+        batches = self.micro_batches(tables, range(self.spec.size))
+        results = self.run.passes.forward_only([self.run.local_batch(batch) for batch in batches], function)
+        values = torch.cat([result for result in results if result is not None])
+        there = [index for index, row in enumerate(rows) if row is not None]
+        return self._shared(values[there], [row for row in rows if row is not None])
+
+    # ---- making a rollout ---------------------------------------------------------------------------------
+
+    def _made(self, number: int) -> Tables:
+        spec = self.spec
+        prompts = self.prompts.records(number * self.unit)
+        for prompt in prompts:
+            self._require_room(prompt["prompt"])
+        share = -(-spec.size // self.run.data_degree)
+        first = self.run.data_rank * share
+        # Every rank generates as many completions; the last one stands in for those that are not there.
+        own = [min(row, spec.size - 1) for row in range(first, first + share)]
+        asked = [prompts[row // spec.group] for row in own]
+        texts = [list(map(int, prompt["prompt"])) for prompt in asked]
+        noise = uniforms(spec.seed, number, [divmod(row, spec.group) for row in own], spec.completion)
+        done = generate(self.run, texts, noise, sorted(self.prompts.tokenizer.ends), spec.temperature)
+        tables = {**laid_out(texts, done, spec.length), "rewards": self._rewarded(asked, done)}
+        tables = {name: self._shared(table, own) for name, table in tables.items()}
+        groups = tables["rewards"][:, 0].unflatten(0, (-1, spec.group))
+        tables["deviation"] = groups.std(1, correction=0).repeat_interleave(spec.group)
+        if spec.mask_truncated:
+            tables["labels"][tables["ended"] == 0] = IGNORED
+        return {**tables, **self.added(self, tables)}
+
+    def _require_room(self, prompt: Sequence[int]) -> None:
+        room = self.spec.length - self.spec.completion
+        if not 0 < len(prompt) <= room:
+            raise DataError(
+                "a prompt leaves no room for its completion" if len(prompt) else "a prompt is empty",
+                where="data.source",
+                why=f"it has {len(prompt)} tokens, and {room} of {self.spec.length} are for prompts",
+                fix="raise data.sequence_length, or lower objective.completion_length",
+            )
+
+    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: SampledTokens) -> Tensor:
+        """The rewards of this rank's completions. Of ranks with the same ones, the first calls the functions."""
+        if self.run.layout.number(dist.get_rank(), lambda axis: not axis.samples) > 0:
+            return torch.full((len(prompts), 1 + len(self.rewards.rewards)), -torch.inf, dtype=torch.float64)
+        tokenizer, lengths = self.prompts.tokenizer, done.lengths.tolist()
+        completions = [
+            tokenizer.decode([token for token in tokens[:length] if token < tokenizer.vocab])
+            for tokens, length in zip(done.tokens.tolist(), lengths, strict=True)
+        ]
+        names = [name for name in prompts[0]["fields"] if name != "prompt"]
+        fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
+        texts = [tokenizer.decode(prompt["prompt"]) for prompt in prompts]
+        return self.rewards.of(texts, completions, fields)
+
+    def _shared(self, own: Tensor, rows: Sequence[int]) -> Tensor:
+        """The table of all rows, in host memory, from every rank's ``rows`` of it."""
+        kind = torch.finfo(own.dtype) if own.is_floating_point() else torch.iinfo(own.dtype)
+        device = self.run.device
+        whole = torch.full((self.spec.size, *own.shape[1:]), kind.min, dtype=own.dtype, device=device)
+        whole[torch.tensor(rows, device=device)] = own.to(device).clamp(min=kind.min)
+        dist.all_reduce(whole, dist.ReduceOp.MAX)
+        return whole.cpu()
+
+
+def laid_out(prompts: Sequence[list[int]], done: SampledTokens, length: int) -> Tables:
+    """Rows of prompts and completions: the first five of ``Tables``."""
+    n = len(prompts)
+    ids = torch.zeros(n, length, dtype=torch.int64)
+    labels = torch.full((n, length), IGNORED)
+    sampled = torch.zeros(n, length, dtype=done.log_probabilities.dtype)
+    tokens, logs, lengths = done.tokens.cpu(), done.log_probabilities.cpu(), done.lengths.cpu()
+    for row, prompt in enumerate(prompts):
+        count, start = int(lengths[row]), len(prompt)
+        ids[row, :start] = torch.tensor(prompt)
+        ids[row, start : start + count] = tokens[row, :count]
+        labels[row, start - 1 : start - 1 + count] = tokens[row, :count]
+        sampled[row, start - 1 : start - 1 + count] = logs[row, :count]
+    ended = done.ended.cpu().long()
+    return {"input_ids": ids, "labels": labels, "sampled": sampled, "lengths": lengths, "ended": ended}
