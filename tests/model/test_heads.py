@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import RecipeError
-from shardwise.dryrun.run import dry_run
 from shardwise.engine.build import build
 from shardwise.engine.step import step
-from shardwise.hardware.cluster import cluster_of
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, TrainingObjective
 from shardwise.model.open import base_of
