@@ -194,8 +194,8 @@ class Blueprint(ABC):
         quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
         casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
         counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.
-        new_layers: names of layers that are not the pretrained model's, trained in full beside adapters.
-        unwritten: those of them that neither exports nor files of adapters have.
+        new_layers: names of layers that are not the pretrained model's. They are trained in full beside adapters.
+        private_layers: further ones, which neither exports nor files of adapters have.
         peft_task: PEFT's task type of its adapters, if it is not that of ``objective``.
         minimises: what a run makes small; ``loss`` unless the recipe names an objective.
     """
@@ -214,7 +214,7 @@ class Blueprint(ABC):
     casts_inputs: bool = False
     counts_in_loss: bool = False
     new_layers: tuple[str, ...] = ()
-    unwritten: tuple[str, ...] = ()
+    private_layers: tuple[str, ...] = ()
     peft_task: str | None = None
     minimises: TrainingObjective = OwnLoss()
 

@@ -21,6 +21,13 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
             the target layers, or it is quantized and all its weights would be trained; or the objective cannot be made.
         CheckpointError: a file of the model is damaged.
     """
+    made = model_of(recipe)
+    made.minimises = _training_objective(recipe)
+    return made
+
+
+def model_of(recipe: Recipe) -> Blueprint:
+    """As ``blueprint_of``, without the objective, whose code is not imported."""
     base = base_of(recipe)
     if recipe.adapter is None and base.quantized:
         raise RecipeError(
@@ -34,7 +41,6 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
         from shardwise.model.adapted import AdaptedModel
 
         made = AdaptedModel(made, recipe.adapter)
-    made.minimises = _training_objective(recipe)
     return made
 
 

@@ -102,7 +102,7 @@ def valuing_plan(plan: TensorPlan) -> TensorPlan:
 class NativeValues(NativeModel):
     """A decoder with a value head."""
 
-    new_layers = unwritten = (VALUE_HEAD,)
+    private_layers = (VALUE_HEAD,)
 
     def build(self, depth: int | None = None) -> Decoder:
         return _valuing(super().build(depth))

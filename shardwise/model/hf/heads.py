@@ -51,7 +51,7 @@ class _OtherHead(HuggingFaceModel):
         return cls(base)
 
     @cached_property
-    def _has_score(self) -> bool:
+    def has_score(self) -> bool:
         """Whether the folder has the layer."""
         return match_names(self._reference, self._files()).covers(f"{SCORE}.weight")
 
@@ -73,7 +73,7 @@ class ScoringModel(_OtherHead):
 
     def fill(self, model: nn.Module, seed: int) -> None:
         super().fill(model, seed)
-        if not self._has_score:
+        if not self.has_score:
             fill_score(model, seed)
 
     def departures(self, bits: int) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class ScoringModel(_OtherHead):
             )
         layout = super().hf_folder()
         groups = list(layout.groups)
-        if not self._has_score:
+        if not self.has_score:
             name = f"{SCORE}.weight"
             groups.append(unchanged_tensor(name, name, tuple(self._reference.get_parameter(name).shape)))
         return HFFolder(scoring_config(layout.config, self._architecture), groups)
@@ -110,7 +110,7 @@ class ScoringModel(_OtherHead):
 class ValuingModel(_OtherHead):
     """A model of transformers with a value head."""
 
-    new_layers = unwritten = (VALUE_HEAD,)
+    private_layers = (VALUE_HEAD,)
 
     def build(self, depth: int | None = None) -> nn.Module:
         model: Any = super().build(depth)
