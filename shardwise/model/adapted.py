@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, Repetition, SampleShapes, repetition_of
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
 from shardwise.model.expert_lora import AdaptedExperts, expert_adapter, expert_stacks
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
@@ -33,6 +33,7 @@ from shardwise.model.lora import (
     packings_in,
     side_of,
 )
+from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage
 from shardwise.model.target_checks import require_targets
 from shardwise.model.unreached import matrices, percent, reach_in_words, reached_shares

@@ -71,11 +71,11 @@ def with_head(base: Blueprint, recipe: Recipe) -> Blueprint:
     """The recipe's model with the head that its objective trains: one number per token, or also a value."""
     head = recipe.objective.head if recipe.objective is not None else ""
     if head == "score":
-        from shardwise.model.scalar_head import scalar_head
+        from shardwise.model.heads import scalar_head
 
         return scalar_head(base)
     if head == "value":
-        from shardwise.model.value_head import value_head
+        from shardwise.model.heads import value_head
 
         return value_head(base)
     return base

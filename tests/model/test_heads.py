@@ -1,4 +1,4 @@
-"""Models with a number per token: a score in the place of logits, and a value beside them, under every layout."""
+"""Models with a number per token: a score in the place of logits, and a value next to them, under every layout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shardwise.engine.build import build
 from shardwise.engine.step import step
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, TrainingObjective
+from shardwise.model.heads import scalar_head, value_head
 from shardwise.model.open import base_of
-from shardwise.model.scalar_head import scalar_head, values
-from shardwise.model.value_head import log_probabilities_and_values, value_head
+from shardwise.model.scalar_head import values
+from shardwise.model.value_head import log_probabilities_and_values
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import gather, named_parameters

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.core.errors import RecipeError
 from shardwise.model.files.folder_layout import HFFolder, unchanged_tensor
 from shardwise.model.files.native_folder import scoring_config
-from shardwise.model.hf.conversion import match_names
+from shardwise.model.hf.conversion import excuse, match_names
 from shardwise.model.hf.model import HuggingFaceModel
 from shardwise.model.scalar_head import SCORE, fill_score, no_head, score_layer, scoring_plan
 from shardwise.model.stage import Stage
@@ -115,7 +115,8 @@ class ValuingModel(_OtherHead):
     def build(self, depth: int | None = None) -> nn.Module:
         model: Any = super().build(depth)
         attach(model, model.get_output_embeddings())
-        return _may_lack(model, VALUE_HEAD)
+        excuse(model, VALUE_HEAD)
+        return cast("nn.Module", model)
 
     def stage(self, stage: Stage) -> nn.Module:
         model = super().stage(stage)
@@ -153,15 +154,5 @@ def _scoring(model: Any) -> nn.Module:
         "__module__": causal.__module__,
     }
     model.__class__ = type(causal.__name__, (causal,), own)
-    model._keys_to_ignore_on_load_unexpected = [
-        *(model._keys_to_ignore_on_load_unexpected or ()),
-        rf"^{path}\.",
-    ]
-    return _may_lack(model, SCORE)
-
-
-def _may_lack(model: Any, layer: str) -> nn.Module:
-    """The model, whose folder need not have a layer."""
-    known = model._keys_to_ignore_on_load_missing or ()
-    model._keys_to_ignore_on_load_missing = [*known, rf"^{layer}\."]
+    excuse(model, SCORE, path)
     return cast("nn.Module", model)
