@@ -145,7 +145,8 @@ def _contents_of_run(
     if "eos_token_id" not in config:
         end = {"eos_token_id": tokenizer.separator}
         config |= end
-        extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
+        if not blueprint.new_layers:
+            extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
     if blueprint.new_layers:
         config["pad_token_id"] = padding_of(tokenizer, config)
     if recipe.data.tokenizer != "bytes":

@@ -32,7 +32,8 @@ def _commands(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
         if recipe.adapter is None:
             yield f"shardwise export {here} {shlex.quote(str(folder / MODEL))}", "for shardwise.load_into"
         return
-    if recipe.model.objective == "causal":
+    scores = recipe.objective is not None and recipe.objective.head == "score"
+    if recipe.model.objective == "causal" and not scores:
         if trained_on_chats(recipe):
             yield f"shardwise chat {here}", "talk with it"
         else:
