@@ -67,6 +67,7 @@ class Tokenizer(ABC):
         vocab: number of token ids; every id is smaller.
         separator: the token between documents.
         begin: the token before every document, or None.
+        pad: the token that fills short rows, or None.
         fingerprint: equal for two tokenizers exactly if they tokenize alike.
         mask: the token that hides another one (masked language models), or None.
         chat: its chat template, or None.
@@ -76,6 +77,7 @@ class Tokenizer(ABC):
     vocab: int
     separator: int
     begin: int | None = None
+    pad: int | None = None
     fingerprint: str
     mask: int | None = None
     chat: ChatTemplate | None = None
@@ -128,6 +130,7 @@ class ByteTokenizer(Tokenizer):
     name = "bytes"
     vocab = 256
     separator = 0
+    pad = 0xFF  # in no UTF-8
     fingerprint = "bytes"
 
     @cached_property
@@ -196,6 +199,7 @@ class BackendTokenizer(Tokenizer):
         backend.no_padding()
         self.name = name
         self.separator, self.begin = separator, begin
+        self.pad = backend.token_to_id(special["pad_token"]) if special and "pad_token" in special else None
         masks = (backend.token_to_id(token) for token in _MASKS)
         self.mask = next((token for token in masks if token is not None), None)
         # Ids may have holes, so the vocabulary size follows from the largest id.

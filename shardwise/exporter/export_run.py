@@ -9,10 +9,10 @@ already in the run's folder, in PEFT's format. Of a factory's model the tensors 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,7 @@ from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.paths import path_of
 from shardwise.core.run_files import Which
-from shardwise.data import open_tokenizer
+from shardwise.data import Tokenizer, open_tokenizer
 from shardwise.data.tokenizer_files import GENERATION_CONFIG
 from shardwise.exporter.ends import with_ends
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
@@ -31,7 +31,7 @@ from shardwise.exporter.module_weights import write_weights
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME
 from shardwise.model.merging import Merged, ReadTensor
-from shardwise.model.open import base_of, blueprint_of
+from shardwise.model.open import base_of, model_of, with_head
 from shardwise.model.streaming import max_logit_difference
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import precision_of
@@ -104,13 +104,15 @@ def open_run(
     recipe, checkpoint = checkpoint_of(folder, which)
     if base:
         _require_frozen_base(recipe, folder)
-    blueprint = blueprint_of(recipe)
+    blueprint = model_of(recipe)
+    if base and blueprint.new_layers:
+        raise _trained_in_full(recipe, folder, blueprint.new_layers)
     weights = SavedWeights(checkpoint)
     with torch.device("meta"):
         merged = Merged(blueprint.build(), weights.read, with_adapters=not base)
     float_dtype = EXPORT_DTYPES[dtype or precision_of(weights.strategy)]
     contents = _contents_of_run(recipe, blueprint, weights, merged, float_dtype)
-    plain = base_of(recipe) if merged.weights or base else blueprint
+    plain = with_head(base_of(recipe), recipe) if merged.weights or base else blueprint
     return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
 
 
@@ -120,12 +122,16 @@ def _require_frozen_base(recipe: Recipe, folder: Path) -> None:
         why = "it trains all weights, and has no adapter"
         raise RecipeError("this run has no frozen base", where=str(folder), why=why, fix="leave out --base")
     if recipe.adapter.modules_to_save:
-        raise RecipeError(
-            "the base's own weights are not in this run",
-            where=str(folder),
-            why=f"it has trained {', '.join(recipe.adapter.modules_to_save)} in full",
-            fix=f"take the base from {recipe.model.hf}" if recipe.model.hf else "leave out --base",
-        )
+        raise _trained_in_full(recipe, folder, recipe.adapter.modules_to_save)
+
+
+def _trained_in_full(recipe: Recipe, folder: Path, modules: Sequence[str]) -> RecipeError:
+    return RecipeError(
+        "the base's own weights are not in this run",
+        where=str(folder),
+        why=f"it has trained {', '.join(modules)} in full",
+        fix=f"take the base from {recipe.model.hf}" if recipe.model.hf else "leave out --base",
+    )
 
 
 def _contents_of_run(
@@ -139,7 +145,10 @@ def _contents_of_run(
     if "eos_token_id" not in config:
         end = {"eos_token_id": tokenizer.separator}
         config |= end
-        extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
+        if not blueprint.new_layers:
+            extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
+    if blueprint.new_layers:
+        config["pad_token_id"] = padding_of(tokenizer, config)
     if recipe.data.tokenizer != "bytes":
         extra_files |= tokenizer_files(recipe.data.tokenizer)
     own = {n: k for n, k in weights.dtypes.items() if not k.is_floating_point or n in layout.unrounded}
@@ -147,6 +156,16 @@ def _contents_of_run(
     dtypes = {name: own.get(name, dtype) for name in names}
     contents = Contents(replace(layout, config=config_in(config, dtype)), dtypes, merged.read, extra_files)
     return with_ends(contents, tokenizer.ends) if blueprint.objective == "causal" else contents
+
+
+def padding_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int | None:
+    """The token by which transformers tells where a text ends: it reads the score of the last other one.
+
+    So it is not the token that ends documents. None if the tokenizer and the config name no other one: then
+    transformers scores texts one by one, and refuses several together.
+    """
+    known = (tokenizer.pad, config.get("pad_token_id"))
+    return next((token for token in known if token is not None and token != tokenizer.separator), None)
 
 
 def contents_of(model: HuggingFaceModel, dtype: str | None = None) -> Contents:

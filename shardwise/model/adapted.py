@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, Repetition, SampleShapes, repetition_of
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
 from shardwise.model.expert_lora import AdaptedExperts, expert_adapter, expert_stacks
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
@@ -33,6 +33,7 @@ from shardwise.model.lora import (
     packings_in,
     side_of,
 )
+from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage
 from shardwise.model.target_checks import require_targets
 from shardwise.model.unreached import matrices, percent, reach_in_words, reached_shares
@@ -63,7 +64,7 @@ def _parameter_signature(block: nn.Module) -> tuple[object, ...]:
 
 def _with_new_layers(spec: AdapterSpec, base: Blueprint) -> AdapterSpec:
     """The adapters that also train the layers in full that no pretrained model has."""
-    saved = dict.fromkeys((*spec.modules_to_save, *base.new_layers))
+    saved = dict.fromkeys((*spec.modules_to_save, *base.new_layers, *base.private_layers))
     return spec.model_copy(update={"modules_to_save": tuple(saved)})
 
 
@@ -91,14 +92,16 @@ class AdaptedModel(Blueprint):
         self.origin, self.objective = base.origin, base.objective
         self.trained_in, self.dataset = base.trained_in, base.dataset
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
-        self.new_layers, self.unwritten = base.new_layers, base.unwritten
+        self.new_layers, self.private_layers = base.new_layers, base.private_layers
         with torch.device("meta"):
             model = base.build()
         require_targets(model, self.targetable(model), self.spec)
         self.start = AdapterFiles(path_of(spec.start_from)) if spec.start_from is not None else None
         if self.start is not None:
             known = {
-                n: s for n, s in self.adapter_shapes.items() if n in self.start.shapes or not self._is_new(n)
+                name: shape
+                for name, shape in self.adapter_shapes.items()
+                if name in self.start.shapes or not _is_in(name, self.new_layers)
             }
             self.start.require(spec, known, shapes_of(model))
 
@@ -116,11 +119,7 @@ class AdaptedModel(Blueprint):
         with torch.device("meta"):
             named = named_parameters(self.build())
         trained = {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
-        return {name: shape for name, shape in trained.items() if not _is_in(name, self.unwritten)}
-
-    def _is_new(self, name: str) -> bool:
-        """Whether a tensor is of a layer that the pretrained model lacks."""
-        return _is_in(name, self.new_layers)
+        return {name: shape for name, shape in trained.items() if not _is_in(name, self.private_layers)}
 
     def config(self) -> dict[str, Any]:
         """PEFT's config, with the shortest target names that match exactly these layers."""
@@ -136,7 +135,7 @@ class AdaptedModel(Blueprint):
         }
         transposed = any(layer.transposed for layer in model.modules() if isinstance(layer, LoraLinear))
         task = self.base.peft_task or TASKS.get(self.objective or "")
-        written = tuple(name for name in self.spec.modules_to_save if name not in self.unwritten)
+        written = tuple(name for name in self.spec.modules_to_save if name not in self.private_layers)
         spec = self.spec.model_copy(update={"modules_to_save": written})
         config = adapter_config(
             spec, _shortened(layers, linear, 1), parameters, transposed, self.origin, task
@@ -326,8 +325,7 @@ class AdaptedModel(Blueprint):
             fill_magnitudes(model, with_adapters=self.spec.loftq_iterations > 0)
             return
         self.start.require_copies(named_parameters(model))
-        written = set(self.new_layers) - set(self.unwritten)
-        if any(f"{layer}.weight" not in self.start.shapes for layer in written):
+        if any(f"{layer}.weight" not in self.start.shapes for layer in self.new_layers):
             return  # of the same base with its own output layer, which its fingerprint is of
         if self.start.fingerprint is not None:
             refuse_other_base(self.start.fingerprint, fingerprint_of(model), str(self.start.folder / TENSORS))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.files.folder_layout import HFFolder
+from shardwise.model.repetition import Repetition
 from shardwise.model.stage import Stage
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.language_loss import log_probabilities, valid_targets
@@ -153,30 +154,6 @@ def loss_of(
     return objective.loss(blueprint, model, batch)
 
 
-class Repetition(NamedTuple):
-    """A model's number of blocks, and after how many of them their kinds repeat themselves.
-
-    ``first``: blocks before those that do, such as the dense ones of a mixture.
-    """
-
-    blocks: int
-    period: int
-    first: int = 0
-
-
-def repetition_of(kinds: Sequence[object]) -> Repetition | None:
-    """The smallest period of a list of kinds, after the fewest first ones, at most half of all; None if it has none.
-
-    The rest has the period at least twice, unless it is 1.
-    """
-    for first in range(len(kinds) // 2 + 1):
-        rest = kinds[first:]
-        for period in range(1, max(1, len(rest) // 2) + 1):
-            if rest[period:] == rest[:-period]:
-                return Repetition(len(kinds), period, first)
-    return None
-
-
 class Blueprint(ABC):
     """A model before it is built.
 
@@ -194,8 +171,8 @@ class Blueprint(ABC):
         quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
         casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
         counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.
-        new_layers: names of layers that are not the pretrained model's, trained in full beside adapters.
-        unwritten: those of them that neither exports nor files of adapters have.
+        new_layers: names of layers that are not the pretrained model's. Adapters train them in full.
+        private_layers: further ones, which neither exports nor files of adapters have.
         peft_task: PEFT's task type of its adapters, if it is not that of ``objective``.
         minimises: what a run makes small; ``loss`` unless the recipe names an objective.
     """
@@ -214,7 +191,7 @@ class Blueprint(ABC):
     casts_inputs: bool = False
     counts_in_loss: bool = False
     new_layers: tuple[str, ...] = ()
-    unwritten: tuple[str, ...] = ()
+    private_layers: tuple[str, ...] = ()
     peft_task: str | None = None
     minimises: TrainingObjective = OwnLoss()
 

@@ -19,9 +19,7 @@ from shardwise.model.blueprint import (
     Batch,
     Blueprint,
     LossSum,
-    Repetition,
     SampleShapes,
-    repetition_of,
     token_shapes,
 )
 from shardwise.model.decoder import Decoder
@@ -29,6 +27,7 @@ from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.native_folder import native_hf_folder
 from shardwise.model.initial import fill_normal
 from shardwise.model.mixture import filled_tokens, router_logits
+from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage, renumbered
 from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.presets import dimensions_of

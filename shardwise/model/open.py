@@ -21,6 +21,13 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
             the target layers, or it is quantized and all its weights would be trained; or the objective cannot be made.
         CheckpointError: a file of the model is damaged.
     """
+    made = model_of(recipe)
+    made.minimises = _training_objective(recipe)
+    return made
+
+
+def model_of(recipe: Recipe) -> Blueprint:
+    """As ``blueprint_of``, without the objective, whose code is not imported."""
     base = base_of(recipe)
     if recipe.adapter is None and base.quantized:
         raise RecipeError(
@@ -34,7 +41,6 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
         from shardwise.model.adapted import AdaptedModel
 
         made = AdaptedModel(made, recipe.adapter)
-    made.minimises = _training_objective(recipe)
     return made
 
 
@@ -65,11 +71,11 @@ def with_head(base: Blueprint, recipe: Recipe) -> Blueprint:
     """The recipe's model with the head that its objective trains: one number per token, or also a value."""
     head = recipe.objective.head if recipe.objective is not None else ""
     if head == "score":
-        from shardwise.model.scalar_head import scalar_head
+        from shardwise.model.heads import scalar_head
 
         return scalar_head(base)
     if head == "value":
-        from shardwise.model.value_head import value_head
+        from shardwise.model.heads import value_head
 
         return value_head(base)
     return base

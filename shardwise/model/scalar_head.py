@@ -11,7 +11,6 @@ folder that has the layer are read.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -30,20 +29,6 @@ from shardwise.runtime.parallel.tensor import Split, TensorPlan
 
 SCORE = "score"
 """The layer's name, in transformers too."""
-
-
-def scalar_head(base: Blueprint) -> Blueprint:
-    """The model of ``base`` with ``score`` as its output layer; ``values`` reads it.
-
-    Raises RecipeError if it is not causal, or does not name its output layer.
-    """
-    if isinstance(base, NativeModel):
-        return NativeScores(replace(base.dimensions, tied=False), base.name)
-    from shardwise.model.hf import HuggingFaceModel, ScoringModel
-
-    if isinstance(base, HuggingFaceModel):
-        return ScoringModel.of(base)
-    raise no_head(base, f"{base.name} does not name its output layer")
 
 
 def no_head(base: Blueprint, why: str) -> RecipeError:

@@ -1,4 +1,4 @@
-"""A language model with a value per token beside its logits, from one pass: PPO's critic on a shared trunk.
+"""A language model whose forward pass also returns a value per token: PPO's critic on a shared trunk.
 
 The layer ``v_head`` [1, h] with a bias reads what the output layer reads, the states after the last norm (Ziegler et
 al. 2019, arXiv:1909.08593). It starts at zero. It runs in every forward pass, just before the output layer, so both are
@@ -22,7 +22,7 @@ from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.model.decoder import Decoder
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.native import NativeModel
-from shardwise.model.scalar_head import at_least_fp32, no_head
+from shardwise.model.scalar_head import at_least_fp32
 from shardwise.model.stage import Stage
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 from shardwise.runtime.parallel.tensor import Split, TensorPlan
@@ -31,17 +31,6 @@ VALUE_HEAD = "v_head"
 """The layer's name, in TRL too."""
 
 _noted: ContextVar[list[Tensor] | None] = ContextVar("token_values", default=None)
-
-
-def value_head(base: Blueprint) -> Blueprint:
-    """The model of ``base`` with a value head. Raises RecipeError if it is not causal or has no known output layer."""
-    if isinstance(base, NativeModel):
-        return NativeValues(base.dimensions, base.name)
-    from shardwise.model.hf import HuggingFaceModel, ValuingModel
-
-    if isinstance(base, HuggingFaceModel):
-        return ValuingModel.of(base)
-    raise no_head(base, f"{base.name} does not name its output layer")
 
 
 @contextmanager
@@ -102,7 +91,7 @@ def valuing_plan(plan: TensorPlan) -> TensorPlan:
 class NativeValues(NativeModel):
     """A decoder with a value head."""
 
-    new_layers = unwritten = (VALUE_HEAD,)
+    private_layers = (VALUE_HEAD,)
 
     def build(self, depth: int | None = None) -> Decoder:
         return _valuing(super().build(depth))

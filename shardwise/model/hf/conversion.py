@@ -66,6 +66,18 @@ _OTHER_HEADS = (r"(^|\.)pooler\.", r"^cls\.seq_relationship\.")
 """Heads of BERT's pretraining that a masked language model does not use."""
 
 
+_MISSING, _UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
+"""Attributes of transformers' models: patterns of tensors that files may lack, and may have in addition."""
+
+
+def excuse(model: nn.Module, missing: str, unexpected: str = "") -> None:
+    """Let the files of a model lack the layer ``missing``, and have the layer ``unexpected``."""
+    for attribute, layer in ((_MISSING, missing), (_UNEXPECTED, unexpected)):
+        if layer:
+            known = getattr(model, attribute, None) or ()
+            setattr(model, attribute, [*known, rf"^{re.escape(layer)}\."])
+
+
 def fill_from_files(model: nn.Module, reference: nn.Module, files: WeightFiles) -> None:
     """Fill the parameters and saved buffers of ``model`` from files.
 
@@ -184,14 +196,14 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
     groups: dict[str, list[str]] = {}
     for name in expected:
         groups.setdefault(aliases.get(name, name), []).append(name)
-    ignored = _pattern(reference, "_keys_to_ignore_on_load_missing")
+    ignored = _pattern(reference, _MISSING)
     for name, group in groups.items():
         if not any(sources.covers(member) or ignored.search(member) for member in group):
             raise CheckpointError(f"tensor {name} is missing", where=str(files.folder), why="no file has it")
     # Older versions saved these buffers; newer ones compute them.
     ignored = _pattern(
         reference,
-        "_keys_to_ignore_on_load_unexpected",
+        _UNEXPECTED,
         r"rotary_emb\.inv_freq$",
         r"(^|\.)position_ids$",
         *_OTHER_HEADS,

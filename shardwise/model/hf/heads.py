@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.core.errors import RecipeError
 from shardwise.model.files.folder_layout import HFFolder, unchanged_tensor
 from shardwise.model.files.native_folder import scoring_config
-from shardwise.model.hf.conversion import match_names
+from shardwise.model.hf.conversion import excuse, match_names
 from shardwise.model.hf.model import HuggingFaceModel
 from shardwise.model.scalar_head import SCORE, fill_score, no_head, score_layer, scoring_plan
 from shardwise.model.stage import Stage
@@ -51,7 +51,7 @@ class _OtherHead(HuggingFaceModel):
         return cls(base)
 
     @cached_property
-    def _has_score(self) -> bool:
+    def has_score(self) -> bool:
         """Whether the folder has the layer."""
         return match_names(self._reference, self._files()).covers(f"{SCORE}.weight")
 
@@ -73,7 +73,7 @@ class ScoringModel(_OtherHead):
 
     def fill(self, model: nn.Module, seed: int) -> None:
         super().fill(model, seed)
-        if not self._has_score:
+        if not self.has_score:
             fill_score(model, seed)
 
     def departures(self, bits: int) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class ScoringModel(_OtherHead):
             )
         layout = super().hf_folder()
         groups = list(layout.groups)
-        if not self._has_score:
+        if not self.has_score:
             name = f"{SCORE}.weight"
             groups.append(unchanged_tensor(name, name, tuple(self._reference.get_parameter(name).shape)))
         return HFFolder(scoring_config(layout.config, self._architecture), groups)
@@ -110,12 +110,13 @@ class ScoringModel(_OtherHead):
 class ValuingModel(_OtherHead):
     """A model of transformers with a value head."""
 
-    new_layers = unwritten = (VALUE_HEAD,)
+    private_layers = (VALUE_HEAD,)
 
     def build(self, depth: int | None = None) -> nn.Module:
         model: Any = super().build(depth)
         attach(model, model.get_output_embeddings())
-        return _may_lack(model, VALUE_HEAD)
+        excuse(model, VALUE_HEAD)
+        return cast("nn.Module", model)
 
     def stage(self, stage: Stage) -> nn.Module:
         model = super().stage(stage)
@@ -153,15 +154,5 @@ def _scoring(model: Any) -> nn.Module:
         "__module__": causal.__module__,
     }
     model.__class__ = type(causal.__name__, (causal,), own)
-    model._keys_to_ignore_on_load_unexpected = [
-        *(model._keys_to_ignore_on_load_unexpected or ()),
-        rf"^{path}\.",
-    ]
-    return _may_lack(model, SCORE)
-
-
-def _may_lack(model: Any, layer: str) -> nn.Module:
-    """The model, whose folder need not have a layer."""
-    known = model._keys_to_ignore_on_load_missing or ()
-    model._keys_to_ignore_on_load_missing = [*known, rf"^{layer}\."]
+    excuse(model, SCORE, path)
     return cast("nn.Module", model)

@@ -33,9 +33,7 @@ from shardwise.model.blueprint import (
     Batch,
     Blueprint,
     LossSum,
-    Repetition,
     SampleShapes,
-    repetition_of,
     token_shapes,
 )
 from shardwise.model.files.folder_layout import HFFolder
@@ -50,6 +48,7 @@ from shardwise.model.hf.source import folder_of, load_config
 from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
+from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage
 from shardwise.runtime.documents import additive, same_document
 from shardwise.runtime.language_loss import language_loss
@@ -137,7 +136,7 @@ class HuggingFaceModel(Blueprint):
         return build_for(self.objective, self.shallow_config(depth), self.source)
 
     def shallow_config(self, depth: int | None = None) -> Any:
-        """A copy of the config, for so many blocks."""
+        """A copy of the config, with another number of blocks."""
         config = copy.deepcopy(self.config)
         if depth is not None:
             text = config.get_text_config()

@@ -25,7 +25,7 @@ from shardwise.model.adapted import shapes_of
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.filling import fill_packed, without_adapters
 from shardwise.model.lora import adapt, is_adapter
-from shardwise.model.open import base_of
+from shardwise.model.open import base_of, with_head
 from shardwise.plugins.serve.adapters import ServedAdapter, adapter_of
 from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.recipe.sections import AdapterSpec
@@ -81,7 +81,7 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
     recipe, checkpoint = checkpoint_of(folder)
     spec = recipe.adapter
     blueprint = base_of(recipe)
-    require_text(blueprint)
+    require_text(with_head(blueprint, recipe))
     cuts = open_tokenizer(tokenizer or recipe.data.tokenizer, recipe.data.begin)
     model = allocated(meta_model(blueprint, spec, dtype), device)
     blueprint.restore(model)
@@ -169,6 +169,11 @@ def require_text(blueprint: Blueprint) -> None:
     where = f"model: {blueprint.name}"
     if type(blueprint).logits is Blueprint.logits:
         raise RecipeError("this model does not generate text", where=where)
+    if blueprint.new_layers:
+        why = f"its output layer is {blueprint.new_layers[0]}, a number for each token"
+        raise RecipeError(
+            "this model does not generate text", where=where, why=why, fix="export it for transformers"
+        )
     if blueprint.objective != "causal":
         why = f"its objective is {blueprint.objective}, and only causal models are decoded here"
         raise RecipeError(

@@ -155,7 +155,8 @@ class GatheredSequence:
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
         part = result.squeeze(-1)
-        return gathered_last_dim(part, self.ranks, self.ranks.size * part.shape[-1]).unsqueeze(-1)
+        whole = gathered_last_dim(part, self.ranks, self.ranks.size * part.shape[-1])
+        return whole.unsqueeze(-1).clone()  # FSDP2's hooks on a module's output need one that is no view
 
 
 @dataclass(eq=False)
