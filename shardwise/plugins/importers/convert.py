@@ -142,6 +142,7 @@ def imported(
         draft.take("@model", model if model in PRESETS else PathBase.here().located(model), "--model")
     if world is not None:
         _replace_world(draft, world)
+    overrides = _objective_asked(draft, overrides)
     combine(draft)
     _fill_required(draft, world)
     rows = [_finished_row(row, draft) for row in collection.rows]
@@ -155,6 +156,16 @@ def imported(
     document = YamlDocument(path.name, _nested(draft.values), {(): Origin(0, 0)}, path)
     made = Imported(path, form, keys, tuple(rows), with_whole_paths(document).values, draft.sources)
     return _overridden(made, overrides) if overrides else made
+
+
+def _objective_asked(draft: Draft, overrides: Sequence[str]) -> list[str]:
+    """The overrides without the objective's name, which says the trainer where the file does not."""
+    names = ("objective=", "objective.name=")
+    asked = [text for text in overrides if text.startswith(names) and "{" not in text]
+    if not asked or not draft.facts.get("trl"):
+        return list(overrides)
+    draft.take("@objective_asked", asked[-1].partition("=")[2], asked[-1])
+    return [text for text in overrides if text not in asked]
 
 
 def _file_format(path: Path, likeness: Likeness | None, content: Mapping[str, Any]) -> ForeignFormat:

@@ -52,7 +52,11 @@ def registered(draft: Draft, name: str) -> tuple[dict[str, Any], str]:
         config, split = entry.get("subset"), entry.get("split", "train")
         source = str(hub) + (f":{config}" if config else "") + (f"#{split}" if split != "train" else "")
     values, lost = _record(entry)
-    lost += [key for key in ("num_samples", "ranking", "folder", "script_url") if entry.get(key)]
+    samples = draft.facts.get("samples")
+    if samples in ("pairs", "unpaired"):
+        values, lost = _preference(entry, samples)
+    unread = ("num_samples", "folder", "script_url", *["ranking"] * (samples != "pairs"))
+    lost += [key for key in unread if entry.get(key)]
     return {"source": source, **values}, f"{name}: {', '.join(lost)}" if lost else ""
 
 
@@ -68,3 +72,23 @@ def _record(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not chat and names[1:] == (None, None):  # a set of plain text has one column
         return {"format": "text", "text_key": names[0]}, lost
     return {}, [f"the fields {', '.join(str(name) for name in names if name)} are of no format here", *lost]
+
+
+def _preference(entry: Mapping[str, Any], samples: str) -> tuple[dict[str, Any], list[str]]:
+    """The format of pairs (``ranking``) or labelled completions (``kto_tag``), and the columns that it does not read."""
+    columns = entry.get("columns") or {}
+    chat = entry.get("formatting", "alpaca") != "alpaca"
+    read = {
+        "prompt": ("instruction", "prompt"),
+        "query": ("input",),
+        "messages": ("messages", "conversations"),
+        "chosen": ("chosen",),
+        "rejected": ("rejected",),
+        "kto_tag": ("kto_tag", "label"),
+    }
+    needed = ("chosen", "rejected") if samples == "pairs" else ("kto_tag",)
+    names = [*needed, *(("messages",) if chat else ("prompt", "query"))]
+    asked = {key: columns.get(key) for key in names if columns.get(key) or key in needed}
+    lost = [f"{key}: {name}" for key, name in asked.items() if name not in read[key]]
+    lost += [key for key in _OTHER_COLUMNS if columns.get(key) and (key in _MEDIA or columns[key] != key)]
+    return {"format": "preference" if samples == "pairs" else "unpaired"}, lost

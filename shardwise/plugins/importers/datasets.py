@@ -17,6 +17,17 @@ _KNOWN_FORMATS = "formats are text, prompt, messages, sharegpt and alpaca"
 _AXOLOTL_TYPES = {
     "alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text",
 }  # fmt: skip
+_AXOLOTL_PREFERENCES: Mapping[str, Mapping[str, str]] = {
+    "pairs": {"chat_template": "preference", "ultra": "preference"},
+    "unpaired": {"argilla_chat": "unpaired"},
+    "prompts": {},
+}
+"""By the samples of the objective, the formats of Axolotl's types: of chat_template.default, chatml.ultra, ..."""
+_PREFERENCE_TYPES = {
+    "pairs": "pairs are prompt or messages, chosen and rejected in turns; texts have no chat template",
+    "unpaired": "labelled completions are prompt, completion and label in turns; texts have no chat template",
+    "prompts": "prompts are records of prompt or messages; the functions of objective.rewards get their other fields",
+}
 _WEIGHTS_NOTE = "data sets are concatenated there; here a mixture has weights, all 1: give data.mixture"
 
 
@@ -93,7 +104,14 @@ def _axolotl_source(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[
             draft.lose(f"dataset:{item}:files", why)
     names = [f"dataset:{item}:{kind}" for kind in asked]
     values = {"source": source} | {key: asked[key] for key in ("text_key", "weight") if asked.get(key)}
-    kind = re.split(r"[:.]", str(asked.get("type") or "none").lower())[0]
+    kind, *rest = re.split(r"[:.]", str(asked.get("type") or "none").lower())
+    if samples := draft.facts.get("samples"):
+        forms = _AXOLOTL_PREFERENCES[samples]
+        if form := forms.get(kind) or forms.get((rest or [""])[0]):
+            values["format"] = form
+        elif kind != "none":
+            draft.lose(f"dataset:{item}:type", _PREFERENCE_TYPES[samples])
+        return values, names
     form = _AXOLOTL_TYPES.get(kind)
     fields = tuple(asked.get(name) or value for name, value in _FIELDS.items())
     if form == "messages" and fields == ("conversations", "from", "value"):

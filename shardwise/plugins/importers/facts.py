@@ -16,6 +16,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.plugins.importers.batches import batch, devices, sharding
 from shardwise.plugins.importers.datasets import datasets
 from shardwise.plugins.importers.draft import ASSUMED, Draft
+from shardwise.plugins.importers.objectives import objectives
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.section import TrackerName
 from shardwise.recipe.sections import OptimizerSpec
@@ -379,6 +380,7 @@ def _trackers(draft: Draft) -> None:
 
 _FACT_STEPS: tuple[Callable[[Draft], None], ...] = (
     _model_facts,
+    objectives,
     datasets,
     _precision,
     _loss_scale,

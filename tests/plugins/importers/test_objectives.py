@@ -26,25 +26,22 @@ TORCHTITAN: dict[str, Any] = {
 }
 
 LOST: list[tuple[dict[str, Any], str]] = [
-    *[(LLAMA_FACTORY | {"stage": stage}, f"stage: {stage}") for stage in ("dpo", "kto", "ppo", "rm")],
+    *[(LLAMA_FACTORY | {"stage": stage}, f"stage: {stage}") for stage in ("ppo",)],
     *[(LLAMA_FACTORY | {"finetuning_type": kind}, f"finetuning_type: {kind}") for kind in ("freeze", "oft")],
     *[(LLAMA_FACTORY | {key: True}, key) for key in ("use_dft_loss", "use_asft_loss", "use_eaft_loss")],
     (LLAMA_FACTORY | {"use_llama_pro": True}, "use_llama_pro"),
     (LLAMA_FACTORY | {"mixture_of_depths": "convert"}, "mixture_of_depths: convert"),
-    *[(AXOLOTL | {"rl": kind}, f"rl: {kind}") for kind in ("dpo", "ipo", "kto", "simpo", "orpo", "grpo", "ebft")],
-    *[(AXOLOTL | {key: True}, key) for key in ("reward_model", "process_reward_model", "kd_trainer", "relora")],
+    *[(AXOLOTL | {"rl": kind}, f"rl: {kind}") for kind in ("gdpo", "ebft")],
+    *[(AXOLOTL | {key: True}, key) for key in ("process_reward_model", "kd_trainer", "relora")],
     (AXOLOTL | {"adapter": "llama-adapter"}, "adapter: llama-adapter"),
     (AXOLOTL | {"unfrozen_parameters": ["^lm_head.weight$"]}, "unfrozen_parameters"),
     (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "KDPlugin"),
     (AXOLOTL | {"plugins": ["my_company.ObjectivePlugin"]}, "ObjectivePlugin"),
-    (TRL | {"beta": 0.1, "loss_type": ["sigmoid"]}, "beta: 0.1"),  # DPOConfig
+    (TRL | {"beta": 0.1}, "beta: 0.1"),  # DPOConfig, or another's
     (TRL | {"loss_type": "hinge"}, "loss_type: hinge"),
     (TRL | {"loss_type": "dft"}, "loss_type: dft"),  # of SFTTrainer
-    (TRL | {"num_generations": 8, "max_completion_length": 256}, "num_generations: 8"),  # GRPOConfig
-    (TRL | {"max_prompt_length": 512, "desirable_weight": 1.0}, "max_prompt_length: 512"),  # KTOConfig
-    (TRL | {"reward_model_path": "r", "num_ppo_epochs": 4}, "reward_model_path: r"),  # PPOConfig
+    (TRL | {"max_prompt_length": 512}, "max_prompt_length: 512"),  # KTOConfig, or another's
     (TRL | {"max_length": 512, "teacher_model_name_or_path": "t"}, "teacher_model_name_or_path: t"),  # GKDConfig
-    (TRL | {"max_length": 512, "center_rewards_coefficient": 0.1}, "center_rewards_coefficient: 0.1"),  # RewardConfig
     (TORCHTITAN | {"training": {"classifier_free_guidance_prob": 0.1}}, "classifier_free_guidance_prob: 0.1"),  # flux
 ]  # fmt: skip
 

@@ -372,7 +372,7 @@ def test_what_the_page_refuses_is_refused(tmp_path: Path) -> None:
             TRAINER | {"learning_rate": 1e-5, "deepspeed": "x.json"},
             {"x.json": {"optimizer": {"params": {"lr": 1e-4}}}},
         ),
-        (FACTORY | {"stage": "dpo"}, {}),
+        (FACTORY | {"stage": "ppo"}, {}),
         ({"model": {"_component_": "x"}}, {}),
         ({"train_type": "lora", "num_train_epochs": 1}, {}),
     ):
