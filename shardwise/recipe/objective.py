@@ -146,7 +146,7 @@ class ObjectiveSpec(Section):
 
     @property
     def head(self) -> Literal["score", "value", ""]:
-        """What the model has instead of its output layer, or beside it: a number per token; "" for neither."""
+        """What the model has instead of its output layer, or in addition: a number per token; "" for neither."""
         heads: dict[str | None, Literal["score", "value"]] = {"reward": "score", "ppo": "value"}
         return heads.get(self.name, "")
 

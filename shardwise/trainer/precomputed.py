@@ -1,8 +1,8 @@
 """Values of the model before training that samples carry (``strategy.reference: precomputed``).
 
 They are computed once, before the first step, by forward passes in the layout of the run, and cached under a key of
-their content: the samples, all weights and the dtype of compute. So another run on them finds them. What is done is
-written now and then, so that a run which is killed goes on from there. Rank 0 reads and writes; all ranks have all
+their content: the samples, all weights and the dtype of compute. So another run on them finds them. Finished values
+are written now and then, so that a run which is killed goes on from there. Rank 0 reads and writes; all ranks have all
 values, which take 16 bytes a pair.
 """
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError, one_line, shorten
+from shardwise.core.paths import path_of
 from shardwise.core.user_objects import resolve, without_folder
 from shardwise.recipe.objective import ObjectiveSpec
 
@@ -89,10 +90,12 @@ def rewards_of(spec: ObjectiveSpec) -> Rewards:
 
 def _of_model(folder: str) -> RewardFunction:
     """The function of a trained reward model."""
-    from shardwise.plugins.preferences.scoring import load_reward_model  # type: ignore[import-not-found]
+    from shardwise.plugins.preferences.scoring import load_reward_model, scores
 
-    scored = load_reward_model(folder)
-    return lambda prompts, completions, **_: scored(prompts, completions)
+    model = load_reward_model(path_of(folder))
+    return lambda prompts, completions, **_: scores(
+        model, [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    ).tolist()
 
 
 def _is_finite(value: Any) -> bool:

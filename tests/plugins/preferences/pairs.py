@@ -62,9 +62,9 @@ def packed(rows: list[Documents], length: int, per_unit: int = 2) -> dict[str, T
     present = torch.tensor([[int(u < len(d) // per_unit) for u in range(units)] for d in rows])
     begins = [torch.nonzero(p == 0).flatten() for p in positions]
     most = max(map(len, begins))
-    starts = torch.stack(
-        [torch.cat([b, b.new_full((most - len(b),), length)]) for b in begins]
-    ).to(torch.int32)
+    starts = torch.stack([torch.cat([b, b.new_full((most - len(b),), length)]) for b in begins]).to(
+        torch.int32
+    )
     return {
         "input_ids": ids,
         "labels": labels,

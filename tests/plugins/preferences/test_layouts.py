@@ -185,12 +185,14 @@ def test_the_loss_leaves_0_6931(tmp_path: Path, pool: Pool) -> None:
 
 
 def test_cached_references_serve_losses_of_other_settings(tmp_path: Path, pool: Pool) -> None:
-    """TRL #7084: what is cached are sums of log-probabilities, which no key of the objective changes."""
+    """TRL #7084: the cache has sums of log-probabilities, which no key of the objective changes."""
     settings = {"reference": "precomputed"}
     pool.run(1, trained_rank, recipe_for(tmp_path), settings)
     files = sorted((tmp_path / "cache" / "reference").iterdir())
     other = recipe_for(tmp_path, {"name": "dpo", "length_normalised": True, "beta": 0.5})
-    (cached,), (copied,) = (pool.run(1, trained_rank, other, how) for how in (settings, {"reference": "copy"}))
+    (cached,), (copied,) = (
+        pool.run(1, trained_rank, other, how) for how in (settings, {"reference": "copy"})
+    )
     assert sorted((tmp_path / "cache" / "reference").iterdir()) == files
     for mine, theirs in zip(cached, copied, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-10)
@@ -206,7 +208,9 @@ def in_16_bits(recipe: Recipe) -> tuple[list[float], list[float]]:
         logits = run.blueprint.logits(run.model, batch["input_ids"], batch["positions"], batch["starts"])
     assert dist.get_world_size() == 1
     assert ours.dtype == torch.float32
-    picked = logits.double().log_softmax(-1).gather(-1, batch["labels"].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    picked = (
+        logits.double().log_softmax(-1).gather(-1, batch["labels"].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    )
     valid = batch["labels"] >= 0
     return ours[valid].tolist(), picked[valid].tolist()
 
