@@ -21,7 +21,7 @@ Weight: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
 
 _ROLLOUTS = {
     "rewards": (), "reward_weights": None, "reward_model": None, "group": 8, "completion_length": None,
-    "temperature": 1.0, "mask_truncated": True, "beta": 0.0, "endpoint": None, "reference_quantize": "none",
+    "temperature": 1.0, "mask_truncated": True, "beta": 0.0, "reference_quantize": "none",
 }  # fmt: skip
 READ: Mapping[str, Mapping[str, Any]] = {
     "dpo": {
@@ -106,8 +106,6 @@ class ObjectiveSpec(Section):
     """of sampling; the trained probabilities have the same"""
     mask_truncated: bool | None = None
     """whether a completion that has not ended within completion_length trains nothing"""
-    endpoint: RecipeText | None = None
-    """URL of an OpenAI-like completions API that generates instead of the trained model's own weights"""
     scale_rewards: bool | None = None
     """divide the advantages of a group by the standard deviation of its rewards (grpo)"""
     normalise: Literal["tokens", "length"] | None = None

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 from shardwise.checkpoint.run_folder import RECIPE as RUN_RECIPE
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
-from shardwise.core.paths import STANDARD_LIBRARY, PathBase, is_gone
+from shardwise.core.paths import STANDARD_LIBRARY, PathBase, is_gone, seen_from
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.core.units import GiB, format_bytes
+from shardwise.data.dataset import Lengths, TokenDataset
 from shardwise.data.formats import format_of
 from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.data.sources import open_source
@@ -36,12 +37,14 @@ from shardwise.jobs.planning import make_plan, refuse_unfit
 from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.plugins.finetune.written_recipe import (
     FINE_TUNING_METHODS,
+    PREFERENCE_EPOCHS,
     FineTuning,
     FineTuningMethod,
     Hardware,
     SequenceShape,
 )
 from shardwise.recipe.load import REPLACES, parse_recipe
+from shardwise.recipe.objective import SAMPLES
 from shardwise.recipe.overrides import overridden
 from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.presets import PRESETS
@@ -53,6 +56,8 @@ FINETUNE_RECIPE = "finetune.yaml"
 EPOCHS = 3.0
 LONGEST_SEQUENCE = 2048
 """Tokens of a sequence where the model's context allows more: enough for most conversations."""
+PROPOSED = {"preference": "dpo", "unpaired": "kto"}
+"""The objective that is proposed for records of a format."""
 _LENGTH_MULTIPLE = 64
 _BATCH = 16
 _STEPS_PER_EPOCH = 10
@@ -121,9 +126,7 @@ def _context_limit(context: int | None) -> int:
     return longest // 8 * 8 or longest
 
 
-def shape_of(
-    model: str, source: str, context: int | None, objective: str = "causal"
-) -> tuple[SequenceShape, int]:
+def shape_of(model: str, source: str, context: int | None, kind: str = "causal") -> tuple[SequenceShape, int]:
     """The sequences of the data, and their number in an epoch. Tokenizes the data, once.
 
     Records are packed when two of average length fit into a sequence and the model can keep them apart, else each has
@@ -136,11 +139,16 @@ def shape_of(
     limit = _context_limit(context)
     spec = DataSpec(source=source, tokenizer=model, sequence_length=limit)
     tokenizer = tokenizer_of(spec)
-    if format_of(spec, open_source(source, spec.text_key), objective) == "text":
-        return _shape_of_text(spec, tokenizer, objective)
-    train = open_splits(spec, tokenizer, default_root(), kind=objective).train
+    name = format_of(spec, open_source(source, spec.text_key), kind)
+    if kind == "causal" and name in PROPOSED:
+        raise _preferences_without_objective(source, name)
+    if name == "text":
+        return _shape_of_text(spec, tokenizer, kind)
+    train = open_splits(spec, tokenizer, default_root(), kind=kind).train
     tokens = train.lengths()
     length = _rounded(tokens.longest, limit)
+    if kind in ("pairs", "scored"):
+        return _shape_of_pairs(model, train, tokens, limit)
     if tokens.completion is not None:
         why = f"prompts have at most {tokens.longest:,} tokens, completions {tokens.completion:,}"
         return SequenceShape(length, False, why, _rounded(tokens.completion, limit)), len(train)
@@ -148,6 +156,24 @@ def shape_of(
     count = max(1, round(len(train) * tokens.mean / length)) if packing else len(train)
     why = f"records have {tokens.mean:.0f} tokens on average, and at most {tokens.longest:,}"
     return SequenceShape(length, packing, why), count
+
+
+def _shape_of_pairs(
+    model: str, train: TokenDataset, documents: Lengths, limit: int
+) -> tuple[SequenceShape, int]:
+    """Rows that have room for both documents of the longest pair, if two average pairs fit into one."""
+    row, pair = _rounded(2 * documents.longest, limit), 2 * documents.mean
+    packing = 2 * pair <= row and not packing_obstacle(model, row)
+    why = f"answers with their prompt have {documents.mean:.0f} tokens on average, and at most {documents.longest:,}"
+    count = max(1, round(len(train) * pair / row)) if packing else len(train)
+    return SequenceShape(row if packing else _rounded(documents.longest, limit), packing, why), count
+
+
+def _preferences_without_objective(source: str, name: str) -> RecipeError:
+    """The error for preferences that no objective was given for."""
+    why = f"{seen_from(source, Path.cwd())} has records of the format {name}"
+    fix = f"add --objective {PROPOSED[name]}, or name the answers to imitate in a field of their own"
+    return RecipeError("these are preferences, and no objective is given", where="DATA", why=why, fix=fix)
 
 
 def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[SequenceShape, int]:
@@ -179,11 +205,19 @@ def packing_obstacle(model: str, length: int) -> str:
 
 
 def draft(
-    model: str, source: str, epochs: float, hardware: Hardware, *, missing_ok: bool = False
+    model: str,
+    source: str,
+    epochs: float | None,
+    hardware: Hardware,
+    *,
+    preference: str | None = None,
+    missing_ok: bool = False,
 ) -> FineTuning:
     """A run before its method is chosen.
 
     Args:
+        epochs: None is the usual number.
+        preference: a name of `PREFERENCES`; None trains on the next token.
         missing_ok: go on without a model or data that are not on this machine. A model on the Hub is asked for its
             config alone.
 
@@ -192,7 +226,8 @@ def draft(
     """
     here = PathBase.here()
     model, source = here.located(model), here.located_source(source)
-    whole = FineTuning(model, source, epochs, hardware=hardware)
+    passes = epochs or (PREFERENCE_EPOCHS if preference else EPOCHS)
+    whole = FineTuning(model, source, passes, hardware=hardware, preference=preference)
     try:
         config = text_config(model)
     except RecipeError:
@@ -200,11 +235,15 @@ def draft(
             raise
         return replace(whole, unread=(model, source))
     context, objective = _context_in(config), _objective_in(config)
+    if preference and objective != "causal":
+        why = f"{Path(model).name} is of the objective {objective}"
+        raise RecipeError(f"{preference} trains a causal language model", where="--objective", why=why)
+    kind = SAMPLES[preference] if preference else objective
     if missing_ok and not (Path(model).is_dir() and is_local(source)):
         packing = objective == "causal" and not packing_obstacle(model, _context_limit(context))
         shape = replace(SequenceShape(), sequence_length=_context_limit(context), packing=packing)
         return replace(whole, shape=shape, objective=objective, unread=(source,))
-    shape, sequences = shape_of(model, source, context, objective)
+    shape, sequences = shape_of(model, source, context, kind)
     batch = max(1, min(_BATCH, sequences // _STEPS_PER_EPOCH))
     batch = -(-batch // hardware.count) * hardware.count  # every device has a sequence
     return replace(whole, batch_size=batch, shape=shape, objective=objective)
@@ -275,6 +314,7 @@ class Options:
     epochs: float | None = None
     method: FineTuningMethod | None = None
     device: str | None = None
+    objective: str | None = None
 
 
 def going_on(
@@ -307,9 +347,15 @@ def _require_same_options(recipe: Recipe, given: Options, overrides: Sequence[st
         recipe.epochs,
         "full" if adapter is None else "lora" if adapter.quantize == "none" else "qlora",
         recipe.cluster.device,
+        recipe.objective.name if recipe.objective else None,
     )
     decided = {key.partition("=")[0].partition(".")[0] for key in overrides}
-    by = {"epochs": {"epochs", "steps"}, "method": {"adapter"}, "device": {"cluster"}}
+    by = {
+        "epochs": {"epochs", "steps"},
+        "method": {"adapter"},
+        "device": {"cluster"},
+        "objective": {"objective"},
+    }
     other = [
         name
         for name, keys in by.items()

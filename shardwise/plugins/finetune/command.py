@@ -13,7 +13,14 @@ from shardwise.cli.common import Overrides, next_lines, path_option, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin
-from shardwise.plugins.finetune.init import DataArgument, DeviceOption, Epochs, MethodOption, ModelArgument
+from shardwise.plugins.finetune.init import (
+    DataArgument,
+    DeviceOption,
+    Epochs,
+    MethodOption,
+    ModelArgument,
+    ObjectiveOption,
+)
 from shardwise.plugins.finetune.written_recipe import FineTuningMethod
 
 INDENT, WIDTH, TEXT_LINES = 10, 100, 3
@@ -31,13 +38,13 @@ def command(
     ] = Path("finetuned"),
     method: MethodOption = None,
     device: DeviceOption = None,
+    objective: ObjectiveOption = None,
 ) -> None:
     """Fine-tune a model: find the devices, choose full, LoRA or QLoRA by the plan, train, name the next commands."""
     from shardwise.jobs.training import train_in_folder
     from shardwise.launch.launcher import preloaded_run
     from shardwise.launch.placement import launched_by
     from shardwise.plugins.finetune.choosing import (
-        EPOCHS,
         FINETUNE_RECIPE,
         Options,
         choose_method,
@@ -57,13 +64,14 @@ def command(
             hardware = hardware_here(device.value if device else None)
             stack.enter_context(preloaded_run(hardware.count))
             wanted: FineTuningMethod | None = method.value if method else None
+            preference = objective.value if objective else None
             if file.is_file():
-                given = Options(epochs, wanted, hardware.device if device else None)
+                given = Options(epochs, wanted, hardware.device if device else None, preference)
                 recipe, cluster = going_on(file, model, data, given, overrides or ())
                 plan = None
             else:
                 require_no_run(out)
-                asked = draft(model, data, epochs or EPOCHS, hardware)
+                asked = draft(model, data, epochs, hardware, preference=preference)
                 chosen = choose_method(asked, wanted, overrides or (), progress)
                 recipe, cluster, plan = chosen.recipe, chosen.cluster, chosen.plan
                 out.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,18 @@ class MethodName(StrEnum):
     qlora = "qlora"
 
 
+class ObjectiveName(StrEnum):
+    """Objectives on given answers."""
+
+    dpo = "dpo"
+    ipo = "ipo"
+    kto = "kto"
+    orpo = "orpo"
+    simpo = "simpo"
+    cpo = "cpo"
+    reward = "reward"
+
+
 class DeviceName(StrEnum):
     """The devices to train on."""
 
@@ -36,14 +48,21 @@ class DeviceName(StrEnum):
 ModelArgument = Annotated[str, typer.Argument(help="folder or Hub id of a model", metavar="MODEL")]
 DataArgument = Annotated[
     str,
-    typer.Argument(help="file, folder, glob or Hub id of conversations, completions or text", metavar="DATA"),
+    typer.Argument(
+        help="file, folder, glob or Hub id of conversations, completions, preferences or text", metavar="DATA"
+    ),
 ]
 Epochs = Annotated[
-    float | None, typer.Option(help="passes over the data; default: 3", min=1e-6, max=1_000_000)
+    float | None,
+    typer.Option(help="passes over the data; default: 3, of preferences 1", min=1e-6, max=1_000_000),
 ]
 MethodOption = Annotated[
     MethodName | None,
     typer.Option(help="full, lora or qlora; default: the first of them whose plan fits"),
+]
+ObjectiveOption = Annotated[
+    ObjectiveName | None,
+    typer.Option(help="train on preferences; DATA has pairs, or labelled answers for kto"),
 ]
 DeviceOption = Annotated[DeviceName | None, typer.Option(help="cpu leaves GPUs unused; default: auto")]
 
@@ -55,6 +74,7 @@ def command(
     epochs: Epochs = None,
     method: MethodOption = None,
     device: DeviceOption = None,
+    objective: ObjectiveOption = None,
 ) -> None:
     """Write a commented recipe for fine-tuning on this machine's devices. Trains nothing.
 
@@ -65,13 +85,17 @@ def command(
         raise RecipeError("nothing is replaced", where=str(out), why=why, fix=fix)
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.finetune.choosing import EPOCHS, draft, hardware_here
+    from shardwise.plugins.finetune.written_recipe import PREFERENCE_EPOCHS
 
     hardware = hardware_here(device.value if device else None)
-    epochs = epochs or EPOCHS
+    preference = objective.value if objective else None
     if model == PLACEHOLDER:
-        asked = FineTuning(model, data, epochs, hardware=hardware, unread=(model, data))
+        passes = epochs or (PREFERENCE_EPOCHS if preference else EPOCHS)
+        asked = FineTuning(
+            model, data, passes, hardware=hardware, preference=preference, unread=(model, data)
+        )
     else:
-        asked = draft(model, data, epochs, hardware, missing_ok=True)
+        asked = draft(model, data, epochs, hardware, preference=preference, missing_ok=True)
         asked = replace(
             asked, model=seen_from(asked.model, out.parent), data=seen_from(asked.data, out.parent)
         )

@@ -1,14 +1,16 @@
 """The recipe of a fine-tuning run, written with a comment for each choice. No torch.
 
 Defaults of learning rates: 2e-5 for all weights, 2e-4 for LoRA of rank 16 on all linear layers, as in the recipes of
-TRL and of Hu et al. (arXiv:2106.09685) and Dettmers et al. (arXiv:2305.14314).
+TRL and of Hu et al. (arXiv:2106.09685) and Dettmers et al. (arXiv:2305.14314). `PREFERENCES` has those of objectives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from shardwise.recipe.objective import READ
 from shardwise.recipe.yaml_source import written
 
 FineTuningMethod = Literal["full", "lora", "qlora"]
@@ -16,6 +18,45 @@ FINE_TUNING_METHODS: tuple[FineTuningMethod, ...] = ("full", "lora", "qlora")
 """From the most memory to the least."""
 
 _LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+
+
+class PreferenceChoices(NamedTuple):
+    """Choices of a run with an objective.
+
+    Attributes:
+        full, adapter: learning rates of all weights, and of an adapter.
+        warmup: a fraction of the steps.
+        keys: of `objective:`, written with their values and comments.
+    """
+
+    full: float
+    adapter: float
+    warmup: float
+    keys: Mapping[str, str]
+
+
+_BETA = {"beta": "how far the model stays from the reference: less is further"}
+_PAIRS = PreferenceChoices(5e-7, 5e-6, 0.1, _BETA)
+PREFERENCES: Mapping[str, PreferenceChoices] = {
+    "dpo": _PAIRS,  # Zephyr 7B (arXiv:2310.16944) and Tulu 3 8B (arXiv:2411.15124): 5e-7, warmup 0.1; LoRA: TRL, 10x
+    "ipo": _PAIRS,
+    "kto": PreferenceChoices(5e-7, 5e-6, 0.1, _BETA),  # Ethayarajh et al. (arXiv:2402.01306): 5e-7
+    "orpo": PreferenceChoices(
+        8e-6, 8e-5, 0.1, {"beta": "weight of the odds ratio"}
+    ),  # Hong et al. (arXiv:2403.07691)
+    "simpo": PreferenceChoices(  # Meng et al. (arXiv:2405.14734): from 3e-7 to 1e-6
+        6e-7, 6e-6, 0.1, {"beta": "scale of the rewards", "margin": "by which the chosen answer shall win"}
+    ),
+    "cpo": PreferenceChoices(
+        1e-6, 1e-5, 0.1, {"beta": "scale of the rewards", "nll_weight": "of the chosen answer"}
+    ),
+    "reward": PreferenceChoices(
+        1e-5, 1e-4, 0.03, {"center_weight": "0.01 centers the rewards"}
+    ),  # TRL: 1e-4 for LoRA
+}
+"""The objectives that the command writes: they are trained on given answers."""
+PREFERENCE_EPOCHS = 1.0
+"""Passes over preferences: more begin to repeat the pairs (Zephyr; Tulu 3 has one)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +85,8 @@ class FineTuning:
     """A fine-tuning run before its method is chosen.
 
     Attributes:
+        objective: of the model's class: causal, masked or seq2seq.
+        preference: a name of `PREFERENCES`; None trains on the next token.
         unread: the model or the data, where it was not here to be read.
     """
 
@@ -54,6 +97,7 @@ class FineTuning:
     shape: SequenceShape = field(default_factory=SequenceShape)
     hardware: Hardware = field(default_factory=Hardware)
     objective: str = "causal"
+    preference: str | None = None
     unread: tuple[str, ...] = ()
 
     def recipe(self, method: FineTuningMethod, why: str = "") -> str:
@@ -64,27 +108,33 @@ class FineTuning:
             why: the reason for the method, as its comment.
         """
         shape, hardware = self.shape, self.hardware
+        choices = PREFERENCES.get(self.preference or "")
+        rate, usual = _LEARNING_RATES[method], _METHOD_NAMES[method]
+        if choices is not None:
+            rate = choices.full if method == "full" else choices.adapter
+            usual = f"{self.preference} of {usual}"
         lines = [
             f"# Fine-tune {self.model} on {self.data}. Every value may be changed: see docs/reference/recipe.md.",
             "model:",
             _yaml_line("  hf", self.model, "folder or Hub id"),
             *self._objective(),
+            *self._preference(choices),
             "data:",
             _yaml_line("  source", self.data, "file, folder, glob or Hub id"),
             _yaml_line("  tokenizer", self.model, "with its chat template"),
             _yaml_line("  sequence_length", shape.sequence_length, shape.why),
             *self._sequences(),
             _yaml_line("epochs", self.epochs, "passes over the data; or steps: N"),
-            _yaml_line("batch_size", self.batch_size, "sequences per optimizer step, over all devices"),
+            _yaml_line(
+                "batch_size", self.batch_size, f"{self._samples} per optimizer step, over all devices"
+            ),
             *_adapter_lines(method, why),
             "optimizer:",
-            _yaml_line(
-                "  learning_rate", _LEARNING_RATES[method], f"the peak, usual for {_METHOD_NAMES[method]}"
-            ),
+            _yaml_line("  learning_rate", rate, f"the peak, usual for {usual}"),
             _yaml_line("  weight_decay", 0.0, ""),
             "schedule:",
             _yaml_line("  name", "cosine", ""),
-            _yaml_line("  warmup", 0.03, "of all steps"),
+            _yaml_line("  warmup", choices.warmup if choices else 0.03, "of all steps"),
             "cluster:",
             _yaml_line("  device", hardware.device, hardware.note),
             _yaml_line("  devices_per_node", hardware.count, ""),
@@ -103,6 +153,19 @@ class FineTuning:
         if self.objective == "causal":
             return []
         return [_yaml_line("  objective", self.objective, said[self.objective])]
+
+    @property
+    def _samples(self) -> str:
+        if self.preference is None or self.shape.packing:
+            return "sequences"
+        return "answers" if self.preference == "kto" else "pairs"
+
+    def _preference(self, choices: PreferenceChoices | None) -> list[str]:
+        if choices is None or self.preference is None:
+            return []
+        lines = ["objective:", _yaml_line("  name", self.preference, "docs/how-to/train-on-preferences.md")]
+        values = READ[self.preference]
+        return [*lines, *(_yaml_line(f"  {key}", values[key], said) for key, said in choices.keys.items())]
 
     def _sequences(self) -> list[str]:
         if self.objective == "causal":

@@ -75,7 +75,7 @@ def _record(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _preference(entry: Mapping[str, Any], samples: str) -> tuple[dict[str, Any], list[str]]:
-    """The format of pairs (``ranking``) or labelled completions (``kto_tag``), and the columns that it does not read."""
+    """The format of pairs (``ranking``) or labelled completions (``kto_tag``), and columns that it does not read."""
     columns = entry.get("columns") or {}
     chat = entry.get("formatting", "alpaca") != "alpaca"
     read = {

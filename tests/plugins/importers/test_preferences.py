@@ -115,7 +115,8 @@ def test_the_same_training_is_imported(
 LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "kto_pair", "simpo", "alphapo", "kto", "aot_pair",
-    "apo_zero_unpaired", "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo", "nll", "chunked_nll", "dft", "unheard_of",
+    "apo_zero_unpaired", "grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo", "nll", "chunked_nll",
+    "dft", "unheard_of",
 )  # fmt: skip
 ROLLOUT_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 """All values of `loss_type` in TRL's trainers, of the present version and of those before."""
