@@ -399,7 +399,7 @@ def test_data_shows_what_the_page_shows(
     page = ROOT / "docs/how-to/fine-tune-on-conversations.md"
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     test_python_runs(page, tmp_path, monkeypatch)
-    [console] = blocks(page, "console")
+    console, _ = blocks(page, "console")  # tests/data/test_preferences.py runs the other
     command, _, shown = console.text.partition("\n")
     assert run_command(shlex.split(command.removeprefix("$ shardwise "))) == 0
     assert capsys.readouterr().out == shown
