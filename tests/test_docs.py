@@ -43,6 +43,9 @@ TECHNIQUE_PAGE = ROOT / "docs" / "how-to" / "add-a-technique.md"
 
 OBJECTIVE_PAGE = ROOT / "docs" / "how-to" / "add-an-objective.md"
 
+PREFERENCES_PAGE = ROOT / "docs" / "how-to" / "train-on-preferences.md"
+"""Its recipes are trained by tests/plugins/preferences/test_page.py, which makes their data."""
+
 SERVING_PAGE = ROOT / "docs" / "how-to" / "serve-adapters.md"
 """Its blocks are run by tests/plugins/serve/test_serving.py, which makes the runs that it names."""
 
@@ -431,6 +434,7 @@ def test_python_is_nowhere_else() -> None:
         OBJECTS_PAGE,
         TECHNIQUE_PAGE,
         OBJECTIVE_PAGE,
+        PREFERENCES_PAGE,
         SERVING_PAGE,
     }
 
