@@ -16,7 +16,6 @@ out too few or too many, the last records are held out instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,114 +24,33 @@ from shardwise.core.errors import DataError
 from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import json_hash
+from shardwise.data.cached_documents import CachedDocuments
 from shardwise.data.dataset import (
-    MaskedTokens,
     OpenedSource,
     Sample,
     Splits,
-    TokenDataset,
-    TokenIds,
     document_fields,
     document_row,
     padding_row,
 )
 from shardwise.data.encoding import Encoder, open_record_cache
 from shardwise.data.packing import best_fit
-from shardwise.data.tokenizer import Tokenizer
 from shardwise.recipe.sections import DataSpec
 
 MOSTLY_PADDING = 0.5
 """Filled part of the sequences below which packing is advised."""
 
 
-@dataclass(frozen=True)
-class Completions(TokenDataset):
-    """Records in sequences.
-
-    Attributes:
-        cache: the cache with their tokens.
-        encoder: wrote the cache.
-        starts, ends: range of each record in the cache, truncated to length + 1 tokens, [records].
-        cut: whether a record is truncated, [records].
-        order: record numbers by sequence, [records].
-        offsets: start of each sequence in `order`, [sequences + 1].
-        length: tokens in a sequence.
-        packed: whether several records share a sequence.
-    """
-
-    cache: TokenCache
-    encoder: Encoder
-    starts: TokenIds
-    ends: TokenIds
-    cut: npt.NDArray[np.bool_]
-    order: TokenIds
-    offsets: TokenIds
-    length: int
-    packed: bool
-
-    from_records = True
-
-    @property
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        return self.encoder.tokenizer
-
-    @property
-    def chats(self) -> bool:
-        return self.cache.header.chats
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+class Completions(CachedDocuments):
+    """Records of one document."""
 
     def sample(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        documents = [self.cache.document(start, end) for start, end in self._ranges(index)]
-        row = document_row(documents, self.length, self.tokenizer.separator)
+        row = document_row(self.documents_in(index), self.length, self.tokenizer.separator)
         sample = {"input_ids": row["input_ids"], "labels": row["labels"]}
         return {**sample, **document_fields(row["positions"])} if self.packed else sample
 
     def padding(self) -> Sample:
         return padding_row(self.length, self.tokenizer.separator, self.packed)
-
-    def filled(self, index: int) -> int:
-        return sum(end - start - 1 for start, end in self._ranges(index))
-
-    def text(self, index: int) -> str:
-        return self.tokenizer.decode(self.sample(index)["input_ids"][: self.filled(index)].tolist())
-
-    def _ranges(self, index: int) -> list[tuple[int, int]]:
-        """Where the records of a sequence are in the cache."""
-        records = self.order[self.offsets[index] : self.offsets[index + 1]]
-        return list(zip(self.starts[records].tolist(), self.ends[records].tolist(), strict=True))
-
-    # -- records, in the order of the source
-
-    @property
-    def records(self) -> int:
-        return len(self.starts)
-
-    def record(self, index: int) -> tuple[list[int], list[bool]]:
-        start, end = int(self.starts[index]), int(self.ends[index])
-        return self.cache.tokens[start:end].tolist(), self.cache.trained[start:end].tolist()
-
-    def documents(self, index: int) -> list[MaskedTokens]:
-        tokens, trained = self.record(index)
-        pairs = zip(tokens, trained, strict=True)
-        return [[(token, counted and at > 0) for at, (token, counted) in enumerate(pairs)]]
-
-    def note(self, index: int) -> str:
-        return "cut at its end" if self.cut[index] else ""
-
-    @property
-    def targets(self) -> int:
-        """Number of tokens that have a token before them."""
-        return int((self.ends - self.starts - 1).sum())
-
-    @property
-    def trained_targets(self) -> int:
-        """Number of those that the loss counts."""
-        ranges = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
-        return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
 
 
 def open_completions(opened: OpenedSource) -> Splits[Completions]:

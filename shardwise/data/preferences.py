@@ -30,14 +30,13 @@ from shardwise.core.errors import DataError
 from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import Header, json_hash
+from shardwise.data.cached_documents import CachedDocuments
 from shardwise.data.completions import MOSTLY_PADDING, held_out_records
 from shardwise.data.dataset import (
     Document,
-    MaskedTokens,
     OpenedSource,
     Sample,
     Splits,
-    TokenDataset,
     TokenIds,
     document_fields,
     document_row,
@@ -47,76 +46,46 @@ from shardwise.data.encoding import Encoder, open_record_cache
 from shardwise.data.packing import best_fit
 from shardwise.data.preference_encoding import PairEncoder
 from shardwise.data.preference_formats import SIDES
-from shardwise.data.tokenizer import Tokenizer
 from shardwise.recipe.sections import DataSpec
 
 
 @dataclass(frozen=True)
-class Preferences(TokenDataset):
-    """Pairs of one side of the split.
+class Preferences(CachedDocuments):
+    """Pairs: records of two documents, the chosen and the rejected one.
 
     Attributes:
-        cache: the cache with their tokens.
-        encoder: wrote the cache.
-        starts, ends: range of the chosen and the rejected document in the cache, cut, [pairs, 2].
         firsts: position of the first trained target in each document, [pairs, 2].
         margins: fp32 [pairs], or None.
-        cut: whether a document of a pair is cut, [pairs].
-        order: numbers of the pairs by sample, [pairs].
-        offsets: start of each sample in `order`, [samples + 1].
-        length: tokens of a row.
-        packed: whether several pairs share a row.
         scored: whether each document has one target, at its last token. Then ``ends`` count one token more, of no
             meaning, which that target is.
     """
 
-    cache: TokenCache
-    encoder: Encoder
-    starts: TokenIds
-    ends: TokenIds
     firsts: TokenIds
     margins: npt.NDArray[np.float32] | None
-    cut: npt.NDArray[np.bool_]
-    order: TokenIds
-    offsets: TokenIds
-    length: int
-    packed: bool
-    scored: bool = False
+    scored: bool
 
-    from_records = True
     names = SIDES
-
-    @property
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        return self.encoder.tokenizer
-
-    @property
-    def chats(self) -> bool:
-        return self.cache.header.chats
 
     @property
     def fill(self) -> Mapping[str, int]:
         return {**super().fill, "present": 0, "margin": 0}
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+    def documents_of(self, record: int) -> list[Document]:
+        if not self.scored:
+            return super().documents_of(record)
+        return [self._scored(int(self.starts[record, side]), int(self.ends[record, side])) for side in (0, 1)]
 
-    def members(self, index: int) -> TokenIds:
-        """The numbers of the pairs of a sample, in their order in it."""
-        return self.order[self.offsets[index] : self.offsets[index + 1]]
+    def _scored(self, start: int, end: int) -> Document:
+        tokens, _ = self.cache.document(start, end - 1)
+        return np.append(tokens, self.tokenizer.separator), np.arange(end - start) == end - start - 1
 
     def sample(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        pairs = self.members(index)
-        documents = [self._document(pair, side) for pair in pairs for side in (0, 1)]
-        separator = self.tokenizer.separator
+        pairs, documents, separator = self.members(index), self.documents_in(index), self.tokenizer.separator
         if self.packed:
             row = document_row(documents, self.length, separator)
-            sizes = (self.ends - self.starts)[pairs].ravel() - 1
-            begins = np.cumsum(sizes) - sizes  # of each document in the row
+            inputs = self.inputs_in(index)
             row["counted"] = np.zeros(self.length, np.int64)
-            row["counted"][begins[::2] + self.firsts[pairs, 0] - 1] = 1
+            row["counted"][(np.cumsum(inputs) - inputs)[::2] + self.firsts[pairs, 0] - 1] = 1
             row = {**row, **document_fields(row["positions"])}
         else:
             rows = [document_row([document], self.length, separator) for document in documents]
@@ -141,58 +110,13 @@ class Preferences(TokenDataset):
         margins = np.zeros(len(present), np.float32) if pairs is None else self.margins[pairs]
         return {"present": present, "margin": margins}
 
-    def _document(self, pair: int, side: int) -> Document:
-        start, end = int(self.starts[pair, side]), int(self.ends[pair, side])
-        if not self.scored:
-            return self.cache.document(start, end)
-        tokens, _ = self.cache.document(start, end - 1)
-        return np.append(tokens, self.tokenizer.separator), np.arange(end - start) == end - start - 1
-
-    def filled(self, index: int) -> int:
-        pairs = self.members(index)
-        return int((self.ends[pairs] - self.starts[pairs] - 1).sum())
-
-    def text(self, index: int) -> str:
-        documents = (self._document(pair, side)[0] for pair in self.members(index) for side in (0, 1))
-        return "\n".join(self.tokenizer.decode(tokens.tolist()) for tokens in documents)
-
-    # -- pairs, in the order of the source
-
-    @property
-    def records(self) -> int:
-        return len(self.starts)
-
-    def record(self, index: int) -> tuple[list[int], list[bool]]:
-        """The chosen document."""
-        tokens, trained = self._document(index, 0)
-        return tokens.tolist(), trained.tolist()
-
-    def documents(self, index: int) -> list[MaskedTokens]:
-        return [masked_tokens(self._document(index, side)) for side in (0, 1)]
-
     def note(self, index: int) -> str:
-        words = [] if self.margins is None else [f"margin {self.margins[index]:g}"]
-        return ", ".join(words + ["cut at its end"] * bool(self.cut[index]))
-
-    @property
-    def targets(self) -> int:
-        """Number of tokens that have a token before them."""
-        return int((self.ends - self.starts - 1).sum())
+        margin = "" if self.margins is None else f"margin {self.margins[index]:g}"
+        return ", ".join(filter(None, (margin, super().note(index))))
 
     @property
     def trained_targets(self) -> int:
-        """Number of those that the loss counts."""
-        if self.scored:
-            return self.starts.size
-        ranges = zip(self.starts.ravel().tolist(), self.ends.ravel().tolist(), strict=True)
-        return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
-
-
-def masked_tokens(document: Document) -> MaskedTokens:
-    """A document's tokens, each with whether it is a trained target."""
-    tokens, trained = document
-    pairs = zip(tokens.tolist(), trained.tolist(), strict=True)
-    return [(token, counted and at > 0) for at, (token, counted) in enumerate(pairs)]
+        return self.starts.size if self.scored else super().trained_targets
 
 
 @dataclass(frozen=True)
@@ -285,8 +209,8 @@ def divide_preferences(
             order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
         own = None if margins is None else margins[fits][mask]
         return Preferences(
-            cache, encoder, first, last, firsts[fits][mask], own, cut[fits][mask], order, offsets, length,
-            spec.packing, scored,
+            cache, encoder, first, last, cut[fits][mask], order, offsets, length, spec.packing, firsts[fits][mask],
+            own, scored,
         )  # fmt: skip
 
     return side(~is_held_out), side(is_held_out), left_out

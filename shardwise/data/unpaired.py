@@ -25,14 +25,13 @@ from shardwise.core.errors import DataError
 from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import json_hash
+from shardwise.data.cached_documents import CachedDocuments
 from shardwise.data.completions import MOSTLY_PADDING, held_out_records
 from shardwise.data.dataset import (
     Document,
-    MaskedTokens,
     OpenedSource,
     Sample,
     Splits,
-    TokenDataset,
     TokenIds,
     document_fields,
     document_row,
@@ -44,12 +43,10 @@ from shardwise.data.preference_encoding import LabelEncoder, PairEncoder
 from shardwise.data.preferences import (
     LeftOut,
     left_out_sentences,
-    masked_tokens,
     opening_sentence,
     require_completions,
     rows_of_records,
 )
-from shardwise.data.tokenizer import Tokenizer
 from shardwise.recipe.sections import DataSpec
 
 MISMATCHED = "kl_"
@@ -57,71 +54,33 @@ MISMATCHED = "kl_"
 
 
 @dataclass(frozen=True)
-class Unpaired(TokenDataset):
-    """Records of one side of the split.
+class Unpaired(CachedDocuments):
+    """Records of one document with a label.
 
     Attributes:
-        cache: the cache with their tokens.
-        encoder: wrote the cache.
-        starts, ends: range of each record in the cache, cut, [records].
         firsts: position of its first trained target, [records].
         borders: position of its first token behind the prompt, [records].
         desirable: 1 or 0, [records].
-        cut: whether a record is cut, [records].
-        order: record numbers by sample, [records].
-        offsets: start of each sample in `order`, [samples + 1].
-        length: tokens of a row.
-        packed: whether several records share a row.
         step: distance to the record that gives the completion of a mismatched one.
     """
 
-    cache: TokenCache
-    encoder: Encoder
-    starts: TokenIds
-    ends: TokenIds
     firsts: TokenIds
     borders: TokenIds
     desirable: TokenIds
-    cut: npt.NDArray[np.bool_]
-    order: TokenIds
-    offsets: TokenIds
-    length: int
-    packed: bool
     step: int
-
-    from_records = True
-
-    @property
-    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-        return self.encoder.tokenizer
-
-    @property
-    def chats(self) -> bool:
-        return self.cache.header.chats
 
     @property
     def fill(self) -> Mapping[str, int]:
         starts = super().fill["starts"]
         return {"starts": starts, f"{MISMATCHED}starts": starts, "present": 0, "desirable": 0}
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def members(self, index: int) -> TokenIds:
-        """The numbers of the records of a sample, in their order in it."""
-        return self.order[self.offsets[index] : self.offsets[index + 1]]
-
     def sample(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        records = self.members(index)
-        row = self._row([self._document(record) for record in records])
-        sizes = (self.ends - self.starts)[records] - 1
+        records, inputs = self.members(index), self.inputs_in(index)
         counted = np.zeros(self.length, np.int64)
-        counted[np.cumsum(sizes) - sizes + self.firsts[records] - 1] = 1
+        counted[np.cumsum(inputs) - inputs + self.firsts[records] - 1] = 1
         mismatched = self._row([self.mismatched(record) for record in records])
         return {
-            **row,
+            **self._row(self.documents_in(index)),
             "counted": counted,
             "present": np.ones(len(records), np.int64),
             "desirable": self.desirable[records],
@@ -142,9 +101,6 @@ class Unpaired(TokenDataset):
             return {**row, **document_fields(row["positions"])}
         return {name: row[name] for name in ("input_ids", "labels")}
 
-    def _document(self, record: int) -> Document:
-        return self.cache.document(int(self.starts[record]), int(self.ends[record]))
-
     def mismatched(self, record: int) -> Document:
         """The prompt of a record with the completion of the next one, cut to a row."""
         other = (record + self.step) % self.records
@@ -156,41 +112,9 @@ class Unpaired(TokenDataset):
         )
         return tokens, trained
 
-    def filled(self, index: int) -> int:
-        records = self.members(index)
-        return int((self.ends[records] - self.starts[records] - 1).sum())
-
-    def text(self, index: int) -> str:
-        documents = (self._document(record)[0] for record in self.members(index))
-        return "\n".join(self.tokenizer.decode(tokens.tolist()) for tokens in documents)
-
-    # -- records, in the order of the source
-
-    @property
-    def records(self) -> int:
-        return len(self.starts)
-
-    def record(self, index: int) -> tuple[list[int], list[bool]]:
-        tokens, trained = self._document(index)
-        return tokens.tolist(), trained.tolist()
-
-    def documents(self, index: int) -> list[MaskedTokens]:
-        return [masked_tokens(self._document(index))]
-
     def note(self, index: int) -> str:
         label = "desirable" if self.desirable[index] else "not desirable"
-        return f"{label}, cut at its end" if self.cut[index] else label
-
-    @property
-    def targets(self) -> int:
-        """Number of tokens that have a token before them."""
-        return int((self.ends - self.starts - 1).sum())
-
-    @property
-    def trained_targets(self) -> int:
-        """Number of those that the loss counts."""
-        ranges = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
-        return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
+        return ", ".join(filter(None, (label, super().note(index))))
 
 
 def open_unpaired(opened: OpenedSource) -> Splits[Unpaired]:
@@ -252,8 +176,8 @@ def divide_unpaired(
             order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
         trained, label, shortened = (values[fits][mask].ravel() for values in (firsts, desirable, cut))
         return Unpaired(
-            cache, encoder, first, first + inputs + 1, trained, border, label, shortened, order, offsets, length,
-            spec.packing, step,
+            cache, encoder, first, first + inputs + 1, shortened, order, offsets, length, spec.packing, trained,
+            border, label, step,
         )  # fmt: skip
 
     return side(~is_held_out), side(is_held_out), left_out

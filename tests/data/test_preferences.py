@@ -21,6 +21,7 @@ from shardwise.cli.main import app
 from shardwise.core.errors import DataError
 from shardwise.data import open_data
 from shardwise.data.batches import batch_of
+from shardwise.data.opening import open_splits
 from shardwise.data.preference_encoding import PairEncoder
 from shardwise.data.preferences import Preferences, sharing
 from shardwise.data.readers import Record
@@ -576,3 +577,29 @@ def test_the_page_shows_what_is_read(
     assert f"$ shardwise data pairs.yaml --samples 1\n{ran.output}" == shown
     labels = opened_kind(Path("labels.jsonl"), kind="unpaired", held_out=0.0).train
     assert labels.desirable.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_scored_pair_has_all_tokens_as_inputs_and_one_target_at_the_last(
+    packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward model reads the end of the answer, too. The last document of the cache is one of them."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "ab", "chosen": "cd", "rejected": "e"}', encoding="utf-8")
+    spec = DataSpec(source=str(path), sequence_length=16, packing=packing, held_out=0.0)
+    tokenizer = open_tokenizer("bytes")
+    splits = [open_splits(spec, tokenizer, tmp_path / "cache", kind=kind) for kind in ("pairs", "scored")]
+    pairs, scored = (split.train.sample(0) for split in splits)
+    whole = [[*b"abcd", tokenizer.separator], [*b"abe", tokenizer.separator]]
+    if packing:
+        assert scored["input_ids"][:9].tolist() == whole[0] + whole[1]
+        assert np.flatnonzero(scored["labels"] >= 0).tolist() == [4, 8]
+        assert np.flatnonzero(scored["counted"]).tolist() == [4]
+    else:
+        for row, labels, tokens in zip(scored["input_ids"], scored["labels"], whole, strict=True):
+            assert row[: len(tokens)].tolist() == tokens
+            assert np.flatnonzero(labels >= 0).tolist() == [len(tokens) - 1]
+        assert np.argwhere(scored["counted"]).tolist() == [[0, 4]]
+    assert pairs["input_ids"].shape == scored["input_ids"].shape
+    assert splits[0].fingerprint != splits[1].fingerprint
