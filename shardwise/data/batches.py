@@ -135,10 +135,10 @@ class Data:
         steps = recipe.steps + recipe.guard.rewinds * recipe.guard.skips
         every = steps * self._batch_size >= len(self._train)
         numbers = range(len(self._train)) if every else {n for s in range(steps) for n in self.samples(s)}
-        found = {TRAIN: (self._train, sorted(numbers), self._fingerprints[TRAIN])}
+        samples = {TRAIN: (self._train, sorted(numbers), self._fingerprints[TRAIN])}
         for name in self.validation_sets:
-            found[name] = self._sets[name], sorted(self._evaluated(0, name)), self._fingerprints[name]
-        return found
+            samples[name] = self._sets[name], sorted(self._evaluated(0, name)), self._fingerprints[name]
+        return samples
 
     def replace(self, name: str, dataset: Dataset) -> None:
         """Read TRAIN, or a set, from a dataset with the same samples."""

@@ -13,7 +13,7 @@ from shardwise.engine.optim.norm import local
 
 
 class FirstValues:
-    """Copies of this rank's shards of all trained parameters, where those are.
+    """Copies of this rank's shards of all trained parameters, in the same memory (device or host).
 
     Attributes:
         values: in the order of the model's parameters; undefined until ``keep``.
@@ -27,8 +27,8 @@ class FirstValues:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the present values."""
-        for kept, shard in zip(self.values, self._shards, strict=True):
-            kept.copy_(shard)
+        for first, shard in zip(self.values, self._shards, strict=True):
+            first.copy_(shard)
 
     @contextmanager
     def exchanged(self) -> Iterator[None]:
@@ -42,10 +42,10 @@ class FirstValues:
     @torch.no_grad()
     def _exchange(self) -> None:
         """One parameter at a time, so that memory of the largest is enough. Gathered weights are let go."""
-        for kept, shard in zip(self.values, self._shards, strict=True):
+        for first, shard in zip(self.values, self._shards, strict=True):
             present = shard.clone()
-            shard.copy_(kept)
-            kept.copy_(present)
+            shard.copy_(first)
+            first.copy_(present)
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.run import ForwardBackward, SeesLoss
 from shardwise.engine.targets import targets_of
 from shardwise.model.blueprint import Batch
+from shardwise.model.plain_passes import in_evaluation
 
 LEAST = 3
 """The first micro-batch, one like all others, and the last."""
@@ -73,15 +73,3 @@ class Sequential(ForwardBackward):
                 with micro_batch(index):
                     results.append(function(self._live.model, batch))
         return results
-
-
-@contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in evaluation mode and makes no graph."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

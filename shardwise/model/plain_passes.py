@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,18 @@ from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.model.lora import adapters_off
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in evaluation mode and makes no graph."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 @dataclass(frozen=True)
@@ -24,12 +36,8 @@ class PlainPasses:
     def forward_only(
         self, batches: Sequence[Batch], function: Callable[[nn.Module, Batch], Tensor]
     ) -> list[Tensor | None]:
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad():
-            results: list[Tensor | None] = [function(self.model, batch) for batch in batches]
-        self.model.train(training)
-        return results
+        with in_evaluation(self.model):
+            return [function(self.model, batch) for batch in batches]
 
     def as_before_training(self) -> AbstractContextManager[None]:
         return adapters_off(self.model)

@@ -52,10 +52,6 @@ SAMPLES: Mapping[str, str] = {
 """The kind of samples that each named objective is trained on (data/opening.py)."""
 
 
-_PREFER = ("dpo", "ipo", "kto")
-"""Objectives on given answers that compare with a reference whatever their keys are."""
-
-
 class ObjectiveSpec(Section):
     """What training makes small in the place of the model's own loss. ``objective: dpo`` is short for its name."""
 
@@ -139,8 +135,9 @@ class ObjectiveSpec(Section):
     @property
     def reads_reference(self) -> bool:
         """Whether the loss compares with a reference model."""
-        compares = "reference_quantize" in READ.get(self.name or "", {})
-        return compares and not self.reference_free and (self.name in _PREFER or bool(self.beta))
+        if self.name is None or "reference_quantize" not in READ[self.name]:
+            return False
+        return bool(self.beta) if SAMPLES[self.name] == "prompts" else not self.reference_free
 
     @property
     def head(self) -> Literal["score", "value", ""]:

@@ -29,6 +29,7 @@ from shardwise.data.added_values import AddedValues
 from shardwise.data.batches import TRAIN, batch_of, deal
 from shardwise.data.dataset import Dataset
 from shardwise.engine.run import Run
+from shardwise.engine.step import exceeded
 from shardwise.model.blueprint import Batch
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.offload.host import to_device
@@ -73,9 +74,8 @@ def _computed(run: Run, dataset: Dataset, numbers: Sequence[int], path: Path, sa
             _write(path, known)
     if missing and dist.get_rank() == 0:
         _write(path, known)
-        say(f"reference: {len(missing):,} samples computed in {format_seconds(time.monotonic() - began)}")
-    elif numbers:
-        say(f"reference: {len(numbers):,} samples in the cache")
+    new = f"{len(missing):,} samples computed in {format_seconds(time.monotonic() - began)}"
+    say(f"reference: {new if missing else f'{len(numbers):,} samples in the cache'}")
     return known
 
 
@@ -89,7 +89,10 @@ def _passed(run: Run, dataset: Dataset, numbers: Sequence[int]) -> Iterator[list
         batches = [run.local_batch(_on_device(batch_of(dataset, rows), run.device)) for rows in indices]
         mine: ByName = {}
         for name, part in run.objective.precomputed().items():
-            results = run.passes.forward_only(list(map(part, batches)), function)
+            parts = list(map(part, batches))
+            results = run.passes.forward_only(parts, function)
+            while exceeded(run):  # the room of experts
+                results = run.passes.forward_only(parts, function)
             mine[name] = dict(_by_sample(indices, batches, results))
         heartbeat.mark()
         everyone: list[ByName] = [{}] * dist.get_world_size()

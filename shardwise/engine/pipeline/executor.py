@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.core.pipeline.messages import posts
 from shardwise.core.pipeline.schedule import Action, in_flight
-from shardwise.engine.forward_backward import LEAST, in_evaluation
+from shardwise.engine.forward_backward import LEAST
 from shardwise.engine.optim.norm import local
 from shardwise.engine.pass_timing import computing
 from shardwise.engine.phase import micro_batch, phase
@@ -35,6 +36,7 @@ from shardwise.engine.pipeline.p2p import Mail
 from shardwise.engine.pipeline.split_backward import gradients_of_input, gradients_of_weights, without_updates
 from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, SeesLoss
 from shardwise.model.blueprint import Batch, loss_of
+from shardwise.model.plain_passes import in_evaluation
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.pipeline.place import Pipeline
 
@@ -82,12 +84,8 @@ class Pipelined(ForwardBackward):
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         live = self._live
         total = torch.zeros(2, dtype=torch.float64, device=live.device)
-
-        def loss_sum(part: nn.Module, batch: Batch) -> Tensor:
-            return loss_of(live.objective, live.blueprint, part, {}, batch)[0]
-
         with self._measured():
-            for batch, loss in self._passed(live.local_batches(self, batches), loss_sum):
+            for batch, loss in self._passed(live.local_batches(self, batches), partial(loss_sum, live)):
                 if loss is not None:
                     total += torch.stack([loss.double(), live.count(batch).double()])
         return self.global_sum(total)
@@ -177,13 +175,9 @@ def stage_of(
     stage: int,
     given: Tensor,
     batch: Batch,
-    function: OfLastStage | None = None,
+    function: OfLastStage,
 ) -> Tensor:
-    """The hidden states that one stage makes of ids or hidden states; of the last stage the summed loss.
-
-    Args:
-        function: of the last stage and a batch with its hidden states as ``input_ids``, instead of the loss.
-    """
+    """The hidden states that one stage makes of ids or hidden states; of the last stage ``function``'s result."""
 
     positions = batch.get("positions")
     if (
@@ -194,13 +188,15 @@ def stage_of(
 
     def compute(part: nn.Module, given: Tensor) -> Tensor:
         if pipeline.held[stage].last:
-            arrived = {**batch, "input_ids": given, **extra}
-            if function is not None:
-                return function(part, arrived)
-            return loss_of(live.objective, live.blueprint, part, {}, arrived)[0]
+            return function(part, {**batch, "input_ids": given, **extra})
         return live.blueprint.logits(part, given, positions, batch.get("starts"))
 
     return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, given))
+
+
+def loss_sum(live: LiveModel, part: nn.Module, batch: Batch) -> Tensor:
+    """The summed loss of the last stage."""
+    return loss_of(live.objective, live.blueprint, part, {}, batch)[0]
 
 
 @dataclass
@@ -263,7 +259,7 @@ class Step:
         else:
             given = self.mail.receive(action, hidden_shape(live, batch)).requires_grad_()
         with computing(action):
-            result = stage_of(live, self.pipeline, action.stage, given, batch)
+            result = stage_of(live, self.pipeline, action.stage, given, batch, partial(loss_sum, live))
         if part.last:
             self.saw(action, result)
             if self.sees_loss is not None:

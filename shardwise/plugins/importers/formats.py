@@ -69,7 +69,11 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Unmapped:
-    """A key without a place. ``off`` lists values that ask for nothing; ``match`` is a pattern of those that do."""
+    """A key without a place. ``off`` lists values that ask for nothing; ``match`` is a pattern of those that do.
+
+    A group of a table has one ``off`` for all of its keys, which is added to ``OFF``, or by key in ``only_off``, which
+    stands in the place of both: of some keys 0 or 1 asks for something.
+    """
 
     why: str
     fate: Fate
@@ -169,8 +173,10 @@ def _entries(table: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
     for fate in fates:
         for group in table.get(fate.replace(" ", "_"), ()):
             off = (*OFF, *group.get("off", ()))
+            only_off = group.get("only_off", {})
             for key in group["keys"]:
-                yield key, Unmapped(group["why"], fate, off, group.get("match", ""))
+                values = (None, *only_off[key]) if key in only_off else off
+                yield key, Unmapped(group["why"], fate, values, group.get("match", ""))
     for key, values in table.get("map", {}).items():
         entry: dict[str, Any] = {
             {"else": "otherwise"}.get(name, name): tuple(value) if isinstance(value, list) else value

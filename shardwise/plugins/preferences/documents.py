@@ -43,7 +43,7 @@ class Answers(NamedTuple):
 
 
 def answers(blueprint: Blueprint, model: nn.Module, batch: Batch, documents: int) -> Answers:
-    """Log-probabilities of the documents of a batch, of which every row has ``documents``."""
+    """Log-probabilities of the documents of a batch. Every row has ``documents`` of them."""
     values = blueprint.log_probabilities(model, batch)
     document, valid = batch.get("document"), batch["labels"] >= 0
     sums = document_sums(model, values, document, documents)
@@ -89,8 +89,8 @@ class DocumentObjective(TrainingObjective):
 
     def answers(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Answers:
         """Log-probabilities by unit, [m, units, answers_per_unit]."""
-        found = answers(blueprint, model, batch, self.documents(batch))
-        return Answers(self.units(batch, found.sums), self.units(batch, found.lengths))
+        sums, lengths = answers(blueprint, model, batch, self.documents(batch))
+        return Answers(self.units(batch, sums), self.units(batch, lengths))
 
     def total(self, model: nn.Module, losses: Tensor, batch: Batch) -> Tensor:
         """The sum over the units that are present, [m, units]; ranks that share a sequence count it once together."""

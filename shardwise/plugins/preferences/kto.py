@@ -81,12 +81,7 @@ class KTO(ReferenceObjective):
         """Log-probabilities of the mismatched answers by the reference."""
         if self.how == "precomputed":
             return [batch[REFERENCE] for batch in mismatched]
-        if self.how == "adapter_off":
-            with passes.as_before_training():
-                return passes.forward_only(mismatched, functools.partial(self.of_reference, passes.blueprint))
-        frozen = passes.frozen[REFERENCE]
-        with torch.no_grad():
-            return [self.of_reference(self._reference(), frozen, batch) for batch in mismatched]
+        return self.by_reference(passes, mismatched, self.of_reference)
 
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
         sums = self.answers(blueprint, model, batch).sums

@@ -14,13 +14,17 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes, TrainingObjective
 from shardwise.model.open import base_of
 from shardwise.plugins.preferences.documents import DocumentObjective
 from shardwise.recipe.sections import AdapterSpec, DataSpec, Recipe
 
 REFERENCE = "reference"
 """Role of the frozen copy, and the name of its log-probabilities in a batch, fp32 or fp64 [m, units, answers]."""
+
+
+OfModel = Callable[[Blueprint, nn.Module, Batch], Tensor]
+"""A function of a model and a micro-batch."""
 
 
 def frozen_copy(recipe: Recipe) -> Blueprint:
@@ -38,14 +42,12 @@ def frozen_copy(recipe: Recipe) -> Blueprint:
     return AdaptedModel(base, AdapterSpec(rank=1, quantize=quantize))
 
 
-class ReferenceObjective(DocumentObjective):
-    """Base of objectives that compare with a reference.
+class Referenced(TrainingObjective):
+    """An objective that compares with a reference.
 
     Attributes:
-        how: ``adapter_off``, ``copy`` or ``precomputed``; "" where there is no reference.
+        how: ``adapter_off``, ``copy`` or ``precomputed``; "" without a reference.
     """
-
-    per_sample = DocumentObjective.per_sample | {REFERENCE}
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.objective is not None
@@ -58,12 +60,28 @@ class ReferenceObjective(DocumentObjective):
             changed.how = how
         return changed
 
+    def frozen_models(self) -> Mapping[str, Blueprint]:
+        return {REFERENCE: self._reference()} if self.how == "copy" else {}
+
+    def by_reference(
+        self, passes: ForwardOnly, batches: Sequence[Batch], function: OfModel
+    ) -> list[Tensor | None]:
+        """``function`` of the reference and each micro-batch, for ``adapter_off`` and ``copy``."""
+        if self.how == "adapter_off":
+            with passes.as_before_training():
+                return passes.forward_only(batches, functools.partial(function, passes.blueprint))
+        reference, frozen = self._reference(), passes.frozen[REFERENCE]
+        return passes.forward_only(batches, lambda _, batch: function(reference, frozen, batch))
+
+
+class ReferenceObjective(Referenced, DocumentObjective):
+    """Base of objectives on answers that compare with a reference."""
+
+    per_sample = DocumentObjective.per_sample | {REFERENCE}
+
     @property
     def whole_step(self) -> bool:  # type: ignore[override]
         return self.how == "adapter_off"
-
-    def frozen_models(self) -> Mapping[str, Blueprint]:
-        return {REFERENCE: self._reference()} if self.how == "copy" else {}
 
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
         shapes = super().sample_shapes(shapes, data)
@@ -85,9 +103,6 @@ class ReferenceObjective(DocumentObjective):
     def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
         if self.how != "adapter_off":
             return batches
-        with passes.as_before_training():
-            sums = passes.forward_only(batches, functools.partial(self.of_reference, passes.blueprint))
-        return [
-            batch if values is None else {**batch, REFERENCE: values}
-            for batch, values in zip(batches, sums, strict=True)
-        ]
+        sums = self.by_reference(passes, batches, self.of_reference)
+        pairs = zip(batches, sums, strict=True)
+        return [batch if of_batch is None else {**batch, REFERENCE: of_batch} for batch, of_batch in pairs]

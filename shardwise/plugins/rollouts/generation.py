@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core import heartbeat
-from shardwise.engine.forward_backward import in_evaluation
 from shardwise.engine.run import LiveModel
 from shardwise.engine.sampling import Repeated
+from shardwise.model.plain_passes import in_evaluation
 from shardwise.plugins.serve.decoding import Reader, reader_of, rehearse_reading
 from shardwise.plugins.serve.multi_lora import BASE, Bank
 from shardwise.plugins.serve.sampling import sampled

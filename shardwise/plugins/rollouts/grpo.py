@@ -12,8 +12,9 @@ from abc import abstractmethod
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint, LossSum
+from shardwise.plugins.preferences.reference import REFERENCE
 from shardwise.plugins.rollouts.advantages import group_advantages, kl_divergence, policy_loss
-from shardwise.plugins.rollouts.objective import REFERENCE, RolloutObjective
+from shardwise.plugins.rollouts.objective import RolloutObjective
 from shardwise.plugins.rollouts.source import Rollouts, Tables
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.language_loss import valid_targets

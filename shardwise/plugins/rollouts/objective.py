@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,35 +12,28 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts, Repeated, SamplingObjective
-from shardwise.model.blueprint import Batch, Blueprint, SampleShapes
-from shardwise.plugins.preferences.reference import frozen_copy
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
+from shardwise.plugins.preferences.reference import REFERENCE, Referenced
 from shardwise.plugins.rollouts.generation import rehearse
 from shardwise.plugins.rollouts.rewards import rewards_of
-from shardwise.plugins.rollouts.source import Rollouts, RolloutSpec, Tables
+from shardwise.plugins.rollouts.source import OverBatches, Rollouts, RolloutSpec, Tables
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.runtime.language_loss import tempered, valid_targets
 from shardwise.runtime.measures import note
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
-T = TypeVar("T")
-OfBatch = Callable[[nn.Module, Batch], Tensor]
-"""A function of the trained model and a micro-batch."""
 
-REFERENCE = "reference"
-"""Role of the frozen copy, and the name of its log-probabilities of the labels [m, s]."""
-
-
-class RolloutObjective(SamplingObjective):
+class RolloutObjective(Referenced, SamplingObjective):
     """Trains on the model's own completions of prompts.
 
     Attributes:
-        how: where the reference is, ``adapter_off`` or ``copy``; "" without one.
         values: names of the tensors [m, s] that a rollout adds to ids and labels.
     """
 
     values: tuple[str, ...] = ("sampled", "advantages")
 
     def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
         asked = recipe.objective
         assert asked is not None
         if recipe.data.packing:
@@ -63,8 +54,6 @@ class RolloutObjective(SamplingObjective):
             asked.minibatches or 1,
         )
         self.rewards, self.beta = rewards_of(asked), asked.beta or 0.0
-        self.how = "copy" if self.beta else ""
-        self._reference = functools.cache(lambda: frozen_copy(recipe))  # shared by copies of the objective
         if self.how:
             self.values = (*self.values, REFERENCE)
         names = ("reward", *(f"reward/{name}" for name in self.rewards.names), "reward_deviation")
@@ -90,15 +79,6 @@ class RolloutObjective(SamplingObjective):
         values = dict.fromkeys(self.values, ((data.sequence_length,), torch.float32))
         return {**shapes, **values, **self._of_rows()}
 
-    def with_reference(self, how: str | None) -> Self:
-        changed = copy.copy(self)
-        if how is not None and self.how:
-            changed.how = how
-        return changed
-
-    def frozen_models(self) -> Mapping[str, Blueprint]:
-        return {REFERENCE: self._reference()} if self.how == "copy" else {}
-
     def log_probabilities(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Of the labels, at the temperature of sampling: [m, s]."""
         with tempered(blueprint.output(model), self.spec.temperature):
@@ -111,16 +91,13 @@ class RolloutObjective(SamplingObjective):
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         """The reference's log-probabilities of a rollout."""
-        computed = functools.partial(rollouts.computed, tables)
-        return {REFERENCE: self._of_reference(rollouts.run, computed)} if self.how else {}
+        return {REFERENCE: rollouts.computed(tables, self.reference_log_probabilities)} if self.how else {}
 
-    def _of_reference(self, run: Run, computed: Callable[[OfBatch], T]) -> T:
-        """The result of ``computed`` for the function that returns the reference's log-probabilities."""
-        if self.how == "adapter_off":
-            with run.passes.as_before_training():
-                return computed(functools.partial(self.log_probabilities, run.blueprint))
-        copied = run.frozen[REFERENCE]
-        return computed(lambda _, batch: self.log_probabilities(self._reference(), copied, batch))
+    def reference_log_probabilities(
+        self, passes: ForwardOnly, batches: Sequence[Batch]
+    ) -> list[Tensor | None]:
+        """The reference's log-probabilities of micro-batches."""
+        return self.by_reference(passes, batches, self.log_probabilities)
 
     def rehearse(self, run: Run, batch: Batch, repeated: Repeated) -> None:
         spec = self.spec
@@ -131,12 +108,12 @@ class RolloutObjective(SamplingObjective):
         rows, prompt = -(-spec.size // run.data_degree), spec.length - spec.completion
         rehearse(run, rows, prompt, spec.completion, spec.temperature, each)
         with each(run.context.micro_batches * spec.minibatches):
-            for compute in self.passes(run):
-                compute(lambda function: run.passes.forward_only([batch], function))
+            for compute in self.passes():
+                compute(run.passes, [batch])
 
-    def passes(self, run: Run) -> list[Callable[[Callable[[OfBatch], Any]], Any]]:
-        """What runs over a whole rollout before it is trained on."""
-        return [functools.partial(self._of_reference, run)] if self.how else []
+    def passes(self) -> list[OverBatches]:
+        """The passes over a whole rollout before it is trained on."""
+        return [self.reference_log_probabilities] if self.how else []
 
     def note_rollout(self, batch: Batch, policy: Tensor) -> None:
         """Note the measures of a micro-batch, whose labels have the log-probabilities ``policy`` [m, s] now."""

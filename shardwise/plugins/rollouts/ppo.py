@@ -10,15 +10,14 @@ the first update, not those of sampling, so the first ratio is 1; ``mismatch`` s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.run import Run
-from shardwise.model.blueprint import Batch, Blueprint, LossSum
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, LossSum
 from shardwise.model.value_head import log_probabilities_and_values
+from shardwise.plugins.preferences.reference import REFERENCE
 from shardwise.plugins.rollouts.advantages import (
     clipped_loss,
     clipped_share,
@@ -26,8 +25,8 @@ from shardwise.plugins.rollouts.advantages import (
     generalised_advantages,
     whitened,
 )
-from shardwise.plugins.rollouts.objective import REFERENCE, OfBatch, RolloutObjective
-from shardwise.plugins.rollouts.source import Rollouts, Tables
+from shardwise.plugins.rollouts.objective import RolloutObjective
+from shardwise.plugins.rollouts.source import OverBatches, Rollouts, Tables
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.language_loss import tempered
 from shardwise.runtime.measures import note
@@ -51,8 +50,7 @@ class PPO(RolloutObjective):
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         tables = {**tables, **super().added(rollouts, tables)}
-        both = rollouts.computed(tables, functools.partial(self._both, rollouts.run.blueprint))
-        old, state = both.unbind(1)
+        old, state = rollouts.computed(tables, self._before_updates).unbind(1)
         valid = tables["labels"] != IGNORED
         rewards = torch.zeros_like(old).masked_scatter(
             last(valid), tables["rewards"][valid.any(1), 0].to(old)
@@ -64,8 +62,11 @@ class PPO(RolloutObjective):
             advantages = whitened(advantages, valid)
         return {**tables, OLD: old, STATE: state, RETURNS: returns, "advantages": advantages}
 
-    def passes(self, run: Run) -> list[Callable[[Callable[[OfBatch], Any]], Any]]:
-        return [*super().passes(run), lambda computed: computed(functools.partial(self._both, run.blueprint))]
+    def passes(self) -> list[OverBatches]:
+        return [*super().passes(), self._before_updates]
+
+    def _before_updates(self, passes: ForwardOnly, batches: Sequence[Batch]) -> list[Tensor | None]:
+        return passes.forward_only(batches, functools.partial(self._both, passes.blueprint))
 
     def _both(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Log-probabilities of the labels, and values [m, 2, s]."""

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.core.errors import DataError
 from shardwise.data.batches import deal
 from shardwise.engine.phase import phase
 from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts
-from shardwise.model.blueprint import Batch
+from shardwise.model.blueprint import Batch, ForwardOnly
 from shardwise.plugins.rollouts.generation import SampledTokens, generate
 from shardwise.plugins.rollouts.rewards import Rewards
 from shardwise.plugins.serve.sampling import uniforms
@@ -78,6 +77,9 @@ class RolloutSpec:
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(seed)).tolist()
         return order[minibatch * self.batch_size : (minibatch + 1) * self.batch_size]
 
+
+OverBatches = Callable[[ForwardOnly, Sequence[Batch]], list[Tensor | None]]
+"""Runs a model over micro-batches without gradients."""
 
 Tables = dict[str, Tensor]
 """Tensors of a rollout by name, with a row per completion, in host memory: what micro-batches are made of.
@@ -145,11 +147,11 @@ class Rollouts:
         size = self.run.strategy[MICRO_BATCH_SIZE]
         return deal(rows, self.run.data_rank, self.run.data_degree, size)
 
-    def computed(self, tables: Tables, function: Callable[[nn.Module, Batch], Tensor]) -> Tensor:
-        """A table of the results of a function of the model and a micro-batch, without gradients."""
+    def computed(self, tables: Tables, compute: OverBatches) -> Tensor:
+        """A table of what ``compute`` makes of the micro-batches of the whole rollout."""
         rows = [slot for slots in self._slots(self.spec.size) for slot in slots]
         batches = self.micro_batches(tables, range(self.spec.size))
-        results = self.run.passes.forward_only([self.run.local_batch(batch) for batch in batches], function)
+        results = compute(self.run.passes, [self.run.local_batch(batch) for batch in batches])
         values = torch.cat([result for result in results if result is not None])
         there = [index for index, row in enumerate(rows) if row is not None]
         return self._shared(values[there], [row for row in rows if row is not None])
@@ -159,8 +161,6 @@ class Rollouts:
     def _made(self, number: int) -> Tables:
         spec = self.spec
         prompts = self.prompts.records(number * self.unit)
-        for prompt in prompts:
-            self._require_room(prompt["prompt"])
         share = -(-spec.size // self.run.data_degree)
         first = self.run.data_rank * share
         # Every rank generates as many completions; the last one stands in for those that are not there.
@@ -176,16 +176,6 @@ class Rollouts:
         if spec.mask_truncated:
             tables["labels"][tables["ended"] == 0] = IGNORED
         return {**tables, **self.added(self, tables)}
-
-    def _require_room(self, prompt: Sequence[int]) -> None:
-        room = self.spec.length - self.spec.completion
-        if not 0 < len(prompt) <= room:
-            raise DataError(
-                "a prompt leaves no room for its completion" if len(prompt) else "a prompt is empty",
-                where="data.source",
-                why=f"it has {len(prompt)} tokens, and {room} of {self.spec.length} are for prompts",
-                fix="raise data.sequence_length, or lower objective.completion_length",
-            )
 
     def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: SampledTokens) -> Tensor:
         """The rewards of this rank's completions. Of ranks with the same ones, the first calls the functions."""

@@ -168,6 +168,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ("scale_rewards", "batch"), ("importance_sampling_level", "sequence"), ("delta", 2.0),
         ("reward_funcs", ["accuracy_reward"]), ("multi_objective_aggregation", "normalize_then_sum"),
     )],
+    # Values that turn other keys off, or are the default of another key of their group.
+    *[(TRL | {"loss_type": "sigmoid", "ld_alpha": 0.0}, "ld_alpha"), (FACTORY | {"ld_alpha": 0.0}, "ld_alpha")],
+    *[(TRL | GRPO | {key: some}, key) for key, some in (
+        ("top_k", 1), ("min_p", 1.0), ("delta", 1.0), ("entropy_coef", 1.0), ("top_p", 0.0), ("repetition_penalty", 0),
+    )],
+    *[(TRL | {"num_ppo_epochs": 4, key: 1}, key) for key in ("missing_eos_penalty", "stop_token_id")],
+    *[(AXOLOTL | {"rl": "grpo", "trl": GRPO | {key: 1}}, key) for key in ("top_k", "min_p", "replay_buffer_size")],
     (TRL | {"num_ppo_epochs": 4, "whiten_rewards": True}, "whiten_rewards"),
     (TRL | {"num_ppo_epochs": 4, "kl_estimator": "k3"}, "kl_estimator"),
     (TRL | {"beta": 0.1}, "objective.name=dpo"),
@@ -188,6 +195,17 @@ def test_a_part_without_an_equal_is_refused(content: dict[str, Any], said: str, 
     with pytest.raises(RecipeError) as refused:
         convert(tmp_path, {"a.yaml": content})
     assert said in refused.value.line() and "\n" not in refused.value.line()
+
+
+OFF_VALUES = [
+    ("top_k", -1), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0), ("num_iterations", 1),
+    ("entropy_coef", 0.0), ("delta", None), ("importance_sampling_level", "token"), ("sync_ref_model", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), OFF_VALUES)
+def test_a_part_that_is_off_is_not_refused(key: str, value: Any, tmp_path: Path) -> None:
+    assert objective(tmp_path, TRL | GRPO | {key: value}) is not None
 
 
 @pytest.mark.parametrize(
