@@ -215,7 +215,7 @@ def document_row(documents: Sequence[Document], length: int, separator: int) -> 
     """Documents one after the other in a sequence, whose rest is separators without targets.
 
     Returns:
-        `input_ids` and `labels`; `positions` of each token in its document, of which the padding is one; `document`,
+        `input_ids` and `labels`; `positions`: of each token in its document (the padding is one); `document`:
         its number, 0 in the padding. All [length].
     """
     inputs = np.full(length, separator, np.int64)

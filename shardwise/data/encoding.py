@@ -152,7 +152,7 @@ class Encoder:
         return example
 
     def _note(self, example: Example, record: Record, read: frozenset[str]) -> None:
-        """Note the unread fields of a record, of which a text reads `read`. Raises DataError."""
+        """Note the fields of a record that are not read; a text reads the fields `read`. Raises DataError."""
         if isinstance(example, Chat):
             self.chats = True
             if self._pairs:

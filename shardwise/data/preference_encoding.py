@@ -6,8 +6,8 @@ token that crosses the border of a text's prompt and completion may begin earlie
 on from where they differ, so their log-probabilities are of the same prompt. A chat whose prompt the template writes in
 two ways is refused.
 
-A pair whose two documents are equal trains nothing. So does one of which a side has no trained token. Both are left out
-and counted.
+A pair trains nothing if its two documents are equal, or if one side has no trained token. Such pairs are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class PairEncoder(Encoder):
         pair = preference_of(record)
         for example in (pair.chosen, pair.rejected):
             self._note(example, record, pair.read)
-        given = pair.margin is not None
+        has_margin = pair.margin is not None
         if self.margins is None:
-            self.margins = given
-        elif given != self.margins:
+            self.margins = has_margin
+        elif has_margin != self.margins:
             have = ("the records before have none", "the records before have one")[self.margins]
-            what = "a 'margin'" if given else "no 'margin'"
+            what = "a 'margin'" if has_margin else "no 'margin'"
             raise DataError(what, where=record.where, why=have, fix="give every record a margin, or none")
         return pair
 

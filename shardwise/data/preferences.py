@@ -14,8 +14,8 @@ A pair that is *scored*, for a reward model, has all its tokens as inputs, and o
 token, where the score is read.
 
 A document that is too long is cut: padded, to a sequence; packed, so that both documents fit into one. Then neither has
-less than half of it, unless it is shorter. Left out are pairs of which a document would train nothing after the cut,
-and pairs whose documents would be equal.
+less than half of it, unless it is shorter. A pair is dropped if one document would train nothing after the cut, or if
+both would be equal.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def sharing(whole: TokenIds, room: int) -> TokenIds:
         whole: their inputs, [pairs, 2].
     """
     chosen, rejected = whole.T
-    kept = np.minimum(chosen, np.maximum(room // 2, room - rejected))
-    return np.stack([kept, np.minimum(rejected, room - kept)], 1)
+    of_chosen = np.minimum(chosen, np.maximum(room // 2, room - rejected))
+    return np.stack([of_chosen, np.minimum(rejected, room - of_chosen)], 1)
 
 
 # -- in words

@@ -108,15 +108,15 @@ def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
         fix = "raise data.sequence_length" if count else "check data.source"
         raise DataError("no prompt within a sequence", where=name, why=why, fix=fix)
     hashes = np.array(
-        [xxhash.xxh3_64_intdigest(np.array(each, "<u8").tobytes()) for each in tokens], np.uint64
+        [xxhash.xxh3_64_intdigest(np.array(prompt, "<u8").tobytes()) for prompt in tokens], np.uint64
     )
     is_held_out = held_out_records(hashes, spec.held_out)
 
     def side(held_out: bool) -> PromptDataset:
         chosen = np.flatnonzero(is_held_out == held_out).tolist()
         own = [tokens[number] for number in chosen]
-        flat = np.array([token for each in own for token in each], np.int64)
-        ends = np.cumsum([len(each) for each in own], dtype=np.int64)
+        flat = np.array([token for prompt in own for token in prompt], np.int64)
+        ends = np.cumsum([len(prompt) for prompt in own], dtype=np.int64)
         fields = [records[number] for number in chosen]
         return PromptDataset(opened.tokenizer, flat, ends, fields, longest, reader.chats)
 

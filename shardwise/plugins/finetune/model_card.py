@@ -37,6 +37,11 @@ def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: floa
     write_whole(folder / CARD_FILE, model_card(recipe, plan, loss).encode("utf-8"))
 
 
+def _unit(recipe: Recipe) -> str:
+    """Of the loss: an objective has one of its own."""
+    return "nats per token" if recipe.objective is None else f"of {recipe.objective.name or 'its objective'}"
+
+
 def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     """The text of a card."""
     base, adapter = recipe.model.hf or "", recipe.adapter
@@ -55,7 +60,7 @@ def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
         "steps": f"{recipe.steps:,} of {recipe.batch_size} sequences of {recipe.data.sequence_length:,} tokens",
         "learning rate": f"{recipe.optimizer.learning_rate:g}, {recipe.schedule.name}",
         "strategy": f"{plan.line} on {plan.world_size} x {plan.device}",
-        "validation loss": "not measured" if loss is None else f"{loss:.4f} nats per token",
+        "validation loss": "not measured" if loss is None else f"{loss:.4f} {_unit(recipe)}",
     }
     lines = ["---", *(f"{key}: {written(value)}" for key, value in head.items()), "---", ""]
     lines += [f"# {Path(base).name}, fine-tuned", "", "| | |", "|---|---|"]

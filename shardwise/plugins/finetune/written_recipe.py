@@ -38,25 +38,23 @@ class PreferenceChoices(NamedTuple):
 _BETA = {"beta": "how far the model stays from the reference: less is further"}
 _PAIRS = PreferenceChoices(5e-7, 5e-6, 0.1, _BETA)
 PREFERENCES: Mapping[str, PreferenceChoices] = {
-    "dpo": _PAIRS,  # Zephyr 7B (arXiv:2310.16944) and Tulu 3 8B (arXiv:2411.15124): 5e-7, warmup 0.1; LoRA: TRL, 10x
+    "dpo": _PAIRS,  # Zephyr 7B in the alignment-handbook: full 5e-7, QLoRA 5e-6, warmup 0.1, one epoch
     "ipo": _PAIRS,
-    "kto": PreferenceChoices(5e-7, 5e-6, 0.1, _BETA),  # Ethayarajh et al. (arXiv:2402.01306): 5e-7
-    "orpo": PreferenceChoices(
-        8e-6, 8e-5, 0.1, {"beta": "weight of the odds ratio"}
-    ),  # Hong et al. (arXiv:2403.07691)
-    "simpo": PreferenceChoices(  # Meng et al. (arXiv:2405.14734): from 3e-7 to 1e-6
+    "kto": _PAIRS,
+    # The handbook has 5e-6 for all weights of Zephyr 141B; adapters: ten times that, as of dpo.
+    "orpo": PreferenceChoices(5e-6, 5e-5, 0.1, {"beta": "weight of the odds ratio"}),
+    "simpo": PreferenceChoices(  # princeton-nlp/SimPO: 3e-7 to 1e-6, of Llama 3 8B 6e-7; adapters: ten times that
         6e-7, 6e-6, 0.1, {"beta": "scale of the rewards", "margin": "by which the chosen answer shall win"}
     ),
-    "cpo": PreferenceChoices(
+    "cpo": PreferenceChoices(  # TRL's CPOConfig has 1e-6; adapters: ten times that
         1e-6, 1e-5, 0.1, {"beta": "scale of the rewards", "nll_weight": "of the chosen answer"}
     ),
-    "reward": PreferenceChoices(
-        1e-5, 1e-4, 0.03, {"center_weight": "0.01 centers the rewards"}
-    ),  # TRL: 1e-4 for LoRA
+    # TRL's RewardConfig has 1e-4; all weights: a tenth of it.
+    "reward": PreferenceChoices(1e-5, 1e-4, 0.03, {"center_weight": "0.01 centers the rewards"}),
 }
 """The objectives that the command writes: they are trained on given answers."""
 PREFERENCE_EPOCHS = 1.0
-"""Passes over preferences: more begin to repeat the pairs (Zephyr; Tulu 3 has one)."""
+"""Passes over preferences: as many as Zephyr's in the alignment-handbook."""
 
 
 @dataclass(frozen=True)

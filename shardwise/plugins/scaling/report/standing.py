@@ -16,14 +16,19 @@ def standing_of(recipe: Recipe, plan: Plan) -> RunStanding | None:
     """The end of the recipe's run against its law.
 
     None for a model that starts from trained weights, or adapts them: a law is of training from the start. None for
-    samples of a user's dataset, which are no tokens.
+    samples of a user's dataset, which are no tokens, and for an objective: a law is of the loss of the next token.
 
     Raises:
         RecipeError: the recipe's law cannot be read.
     """
     tokens = recipe.steps * plan.step.tokens
     trained = recipe.adapter is not None or recipe.model.hf is not None
-    if trained or plan.step.unit != "tokens" or not (plan.parameters and tokens):
+    if (
+        trained
+        or recipe.objective is not None
+        or plan.step.unit != "tokens"
+        or not (plan.parameters and tokens)
+    ):
         return None
     return standing(read_law(recipe.law), plan.parameters, tokens, recipe.model.vocab)
 
