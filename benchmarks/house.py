@@ -31,7 +31,8 @@ STEP = {
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step end_step _expert_load",
     "engine/forward_backward.py": "Sequential.forward_backward",
-    "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.ranks_of"
+    "engine/run.py": "LiveModel.local_batch LiveModel.local_batches LiveModel.count_targets LiveModel.own_parameters"
+    " LiveModel.ranks_of ForwardBackward._measured"
     " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss"
     " LiveModel.count OptimizerStep.see_capacity OptimizerStep.or_left_out",
     "engine/targets.py": "targets_of LabelledTargets.__init__ LabelledTargets.passed",

@@ -165,7 +165,7 @@ def test_a_reward_model_goes_on(tmp_path: Path, pool: Pool) -> None:
 
 def test_a_policy_is_written_without_its_value_head(tmp_path: Path, pool: Pool) -> None:
     base, run = causal_folder(tmp_path / "base", "Llama"), tmp_path / "run"
-    objective = {"name": "ppo", "rewards": ["rewards:length"]}
+    objective = {"name": "ppo", "rewards": ["rewards:length"], "epochs": 1}
     values = {"model": {"hf": str(base)}, "objective": objective, "adapter": LORA}
     pool.run(1, leave_run, run, values, {})
     stored = load_file(run / "adapter" / "adapter_model.safetensors")

@@ -49,8 +49,15 @@ METHODS = {
 for name, (method, degree, values) in METHODS.items():
     del FACTORS[method], FACTORS[degree]
     FACTORS[name] = values
-# Experts need a mixture: tests/technique/test_expert.py.
-for key in ("pipeline_stages_per_rank", "pipeline_vertical_sync", "expert_parallel", "expert_capacity"):
+# Experts need a mixture: tests/technique/test_expert.py. A reference needs an objective:
+# tests/plugins/preferences/test_layouts.py.
+for key in (
+    "pipeline_stages_per_rank",
+    "pipeline_vertical_sync",
+    "expert_parallel",
+    "expert_capacity",
+    "reference",
+):
     del FACTORS[key]
 FACTORS["optimizer"] = ["adamw", "sgd", "adamw_8bit"]
 # A compilation takes seconds, so compiled blocks have rows of their own.
