@@ -148,7 +148,7 @@ class Rollouts:
         return deal(rows, self.run.data_rank, self.run.data_degree, size)
 
     def computed(self, tables: Tables, compute: OverBatches) -> Tensor:
-        """A table of what ``compute`` makes of the micro-batches of the whole rollout."""
+        """A table of the results of ``compute`` for the micro-batches of the whole rollout."""
         rows = [slot for slots in self._slots(self.spec.size) for slot in slots]
         batches = self.micro_batches(tables, range(self.spec.size))
         results = compute(self.run.passes, [self.run.local_batch(batch) for batch in batches])
