@@ -152,13 +152,20 @@ def _convolution_backward(
             own = _size_of(weight) if to_weight else 0
             sizes.append(max(_blocked(dy) + _size_of(weight) + dx - _size_of(x), again * dx) - own)
         if to_weight:
-            sizes.append(
-                max(_blocked(dy) + _reordered(x) + _of_half(dy, x, weight, threads), _size_of(weight))
-            )
+            reordered = 0 if _plain_weight_gradient(weight) else _blocked(dy) + _reordered(x)
+            sizes.append(max(reordered + _of_half(dy, x, weight, threads), _size_of(weight)))
     workspace = x.new_empty(max(sizes), dtype=torch.uint8)
     found = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, output_mask)
     del workspace
     return found
+
+
+def _plain_weight_gradient(weight: Tensor) -> bool:
+    """Whether the gradient of w is a plain matrix product (gemm:jit), whose inputs are not reordered.
+
+    oneDNN's AVX2 kernels have none for windows in three dimensions.
+    """
+    return weight.ndim == 5 and math.prod(weight.shape[2:]) > 1 and _block_channels() == 8
 
 
 def _of_half(dy: Tensor, x: Tensor, weight: Tensor, threads: int) -> int:

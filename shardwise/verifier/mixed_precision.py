@@ -230,9 +230,9 @@ class MixedPrecision:
 
 @contextmanager
 def _own_kernels(model: nn.Module, device: torch.device, compute: torch.dtype) -> Iterator[None]:
-    """PyTorch's kernels for an LSTM in fp16 on a CPU: autocast chooses oneDNN's, which has none on most CPUs."""
+    """PyTorch's kernels for an LSTM in 16 bits on a CPU: autocast chooses oneDNN's, which has none on many CPUs."""
     recurrent = any(isinstance(module, nn.LSTM) for module in model.modules())
-    if not recurrent or not kind_of(device).is_host or compute != torch.float16:
+    if not recurrent or not kind_of(device).is_host or compute not in {torch.float16, torch.bfloat16}:
         yield
         return
     with warnings.catch_warnings():
