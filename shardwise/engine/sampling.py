@@ -62,3 +62,7 @@ class SamplingObjective(TrainingObjective):
         Args:
             batch: a micro-batch of this rank.
         """
+
+    @abstractmethod
+    def warm_up(self, run: Run) -> None:
+        """Sample a few tokens of a tiny model, so that the kernels are loaded before memory is measured."""

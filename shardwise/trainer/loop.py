@@ -97,7 +97,8 @@ class Trainer:
         named = recipe.trackers if dist.get_rank() == 0 else ()
         tracking = Tracking(named, job.folder, warn) if named else None
         own = recipe.optimizer if recipe.optimizer.factory else None
-        warm_kernels(job.device, strategy, own, convolves=self.blueprint.objective is None)
+        convolves, minimises = self.blueprint.objective is None, self.blueprint.minimises
+        warm_kernels(job.device, strategy, own, convolves=convolves, objective=minimises)
         # This imports the model's code before the level of memory is taken.
         self._trained, self._frozen = self.blueprint.parameter_counts()
         self.meter = MemoryMeter(job.device, job.exact_memory)

@@ -19,8 +19,10 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.build import build
 from shardwise.engine.run import ListedBatches
+from shardwise.engine.sampling import SamplingObjective
 from shardwise.engine.step import step
 from shardwise.hardware.kinds import kind_of
+from shardwise.model.blueprint import TrainingObjective
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
@@ -55,6 +57,7 @@ def warm_kernels(
     optimizer: OptimizerSpec | None = None,
     *,
     convolves: bool = False,
+    objective: TrainingObjective | None = None,
 ) -> None:
     """Train a tiny decoder for two steps with ``strategy``, and drop it.
 
@@ -62,6 +65,7 @@ def warm_kernels(
         optimizer: of a library, whose kernels are its own. One that cannot train this model is left out.
         convolves: whether the model may have convolutions or an LSTM. oneDNN takes 12 MiB and 8 MiB at their first
             calls on a CPU.
+        objective: one that samples has kernels of its own.
     """
     alone = without_own_layers(strategy).with_values(micro_batch_size=1)
     layout, layers = layout_of(alone, dist.get_world_size()), max(2, stages_of(alone))
@@ -71,7 +75,7 @@ def warm_kernels(
     except RecipeError:
         if optimizer is None:
             raise
-        warm_kernels(device, strategy, convolves=convolves)
+        warm_kernels(device, strategy, convolves=convolves, objective=objective)
         return
     tokens = torch.zeros((1, recipe.data.sequence_length), dtype=torch.int64, device=device)
     batches = [{"input_ids": tokens, "labels": tokens}] * 2
@@ -84,6 +88,8 @@ def warm_kernels(
         _attend(run.options.dtypes.compute, device)
     if convolves:
         _convolve(run.options.dtypes.compute, device)
+    if isinstance(objective, SamplingObjective):
+        objective.warm_up(run)
     del run
     gc.collect()
     if not kind_of(device).is_host:

@@ -14,7 +14,7 @@ from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts, Repeated, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
 from shardwise.plugins.preferences.reference import REFERENCE, Referenced
-from shardwise.plugins.rollouts.generation import rehearse
+from shardwise.plugins.rollouts.generation import generate, rehearse
 from shardwise.plugins.rollouts.rewards import rewards_of
 from shardwise.plugins.rollouts.source import OverBatches, Rollouts, RolloutSpec, Tables
 from shardwise.recipe.sections import DataSpec, Recipe
@@ -110,6 +110,9 @@ class RolloutObjective(Referenced, SamplingObjective):
         with each(run.context.micro_batches * spec.minibatches):
             for compute in self.passes():
                 compute(run.passes, [batch])
+
+    def warm_up(self, run: Run) -> None:
+        generate(run, [[0], [0]], torch.full((2, 4), 0.5, dtype=torch.float64), [0], self.spec.temperature)
 
     def passes(self) -> list[OverBatches]:
         """The passes over a whole rollout before it is trained on."""
