@@ -45,6 +45,7 @@ from shardwise.hardware.device import RATED_DTYPES
 from shardwise.hardware.profiles import PROFILES
 from shardwise.plugins.checkpointing.recursive import passes
 from shardwise.recipe.load import SECTIONS, recipe_of
+from shardwise.recipe.objective import READ, ObjectiveSpec
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import AdaptiveClipSpec, MixtureSpec, Recipe, ScalingSpec
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, strategy_from
@@ -70,6 +71,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[object]], align: str = ""
 def code(value: object) -> str:
     """A value as YAML writes it, in code type."""
     words = {True: "true", False: "false", None: "null"}
+    value = list(value) if isinstance(value, tuple) else value
     return f"`{words[value] if value is None or isinstance(value, bool) else value}`"
 
 
@@ -114,11 +116,21 @@ def keys_of(model: Any) -> str:
             if model is Recipe and key in (*SECTIONS, "strategy"):
                 continue
             default = field.get_default(call_default_factory=True)
-            shown = list(default) if isinstance(default, tuple) else default
-            given = "**required**" if field.is_required() else code(shown)
+            given = "**required**" if field.is_required() else code(default)
+            if model is ObjectiveSpec:
+                given = _defaults_of_objectives(key) or given
             yield code(key), kind_of(properties[key]), given, meanings[key]
 
     return table(("key", "values", "default", "meaning"), rows())
+
+
+def _defaults_of_objectives(key: str) -> str:
+    """The defaults of a key by named objective, in the order of the first with each; "" if none reads it."""
+    names: dict[str, list[str]] = {}
+    for name, defaults in READ.items():
+        if defaults.get(key) is not None:
+            names.setdefault(code(defaults[key]), []).append(name)
+    return "; ".join(f"{', '.join(objectives)}: {default}" for default, objectives in names.items())
 
 
 def values_of(setting: Setting[Any]) -> str:

@@ -18,8 +18,9 @@ from shardwise.core.errors import DataError, RecipeError
 from shardwise.data import open_tokenizer
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
-from shardwise.exporter.export_run import export_run, padding_of
+from shardwise.exporter.export_run import export_run, open_run, padding_of
 from shardwise.model.open import model_of
+from shardwise.plugins.gguf import export as gguf_export
 from shardwise.plugins.preferences.scoring import RewardModel, load_reward_model, scores
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.runtime.parallel.shard_slices import local_part
@@ -82,12 +83,16 @@ def rewards(model: Any, padding: int) -> Tensor:
 
 
 @pytest.mark.parametrize("origin", ["Llama", "Qwen2", "native"])
-def test_transformers_scores_as_the_run_does(origin: str, tmp_path: Path, pool: Pool) -> None:
+def test_transformers_scores_as_the_run_does(
+    origin: str, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From a causal model, over ZeRO 3; and the written folder is read as a reward model."""
     model = NATIVE if origin == "native" else {"hf": str(causal_folder(tmp_path / "base", origin))}
     run, target = tmp_path / "run", tmp_path / "written"
     pool.run(2, leave_run, run, {"model": model, "objective": "reward"}, {"zero_stage": 3})
     export_run(run, target)
+    monkeypatch.setattr(gguf_export, "kind_of_tokenizer", lambda contents: "gpt2")
+    assert not gguf_export.can_write(open_run(run).contents)  # llama.cpp has no name for the score's weight
     config = json.loads((target / "config.json").read_text())
     kind = "Llama" if origin == "native" else origin
     assert config["architectures"] == [f"{kind}ForSequenceClassification"]

@@ -6,11 +6,11 @@ import importlib.util
 from pathlib import Path
 
 from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.core.errors import RecipeError
 from shardwise.core.run_files import Which
 from shardwise.exporter.export_run import contents_of, open_run
 from shardwise.exporter.hf_writer import Contents
-from shardwise.plugins.gguf.families import Architecture
-from shardwise.plugins.gguf.file import WrittenFile, stored_names, write_gguf
+from shardwise.plugins.gguf.file import WrittenFile, known_names, write_gguf
 from shardwise.plugins.gguf.tokenizer import kind_of_tokenizer
 from shardwise.trainer.meter import frees_returned
 
@@ -29,5 +29,10 @@ def export_gguf(
 
 def can_write(contents: Contents) -> bool:
     """Whether llama.cpp knows the model and its tokenizer, and the package gguf is installed."""
-    known = not Architecture(contents.layout.config).obstacle(stored_names(contents.layout))
-    return known and kind_of_tokenizer(contents) is not None and importlib.util.find_spec("gguf") is not None
+    if kind_of_tokenizer(contents) is None or importlib.util.find_spec("gguf") is None:
+        return False
+    try:
+        known_names(contents)
+    except RecipeError:
+        return False
+    return True

@@ -70,7 +70,7 @@ def write_gguf(target: Path, contents: Contents, kind: str) -> WrittenFile:
     if target.exists():
         raise RecipeError("the file exists already", where=str(target), fix="give another name, or delete it")
     gguf, model = _library(), Architecture(contents.layout.config)
-    _refuse_unknown(model, contents)
+    names = known_names(contents)
     staged = target.absolute().with_name(f"tmp-{secrets.token_hex(8)}-{target.name}")
     try:
         staged.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def write_gguf(target: Path, contents: Contents, kind: str) -> WrittenFile:
         writer.add_file_type(gguf.LlamaFileType[kinds[kind]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         tokenizer, others = add_tokenizer(writer, contents, model.vocab)
-        hashes = _write_tensors(writer, gguf, contents, model, kind)
+        hashes = _write_tensors(writer, gguf, contents, model, names, kind)
         _require_readable(gguf, staged, hashes)
         with staged.open("rb") as file:
             os.fsync(file.fileno())
@@ -107,26 +107,35 @@ def _library() -> Any:
     return gguf
 
 
-def _refuse_unknown(model: Architecture, contents: Contents) -> None:
-    """Raise RecipeError if llama.cpp cannot compute the model."""
-    if why := model.obstacle(stored_names(contents.layout)):
+def known_names(contents: Contents) -> dict[str, str]:
+    """GGUF's names of the tensors that are written, by their names in a folder.
+
+    Raises:
+        RecipeError: gguf is not installed, llama.cpp cannot compute the model, or a tensor has no name.
+    """
+    gguf, model = _library(), Architecture(contents.layout.config)
+    stored_names = [name for group in contents.layout.groups for name in group.shapes]
+    if why := model.obstacle(stored_names):
         fix = "write a folder, and convert it with llama.cpp's convert_hf_to_gguf.py"
         raise RecipeError("this model cannot be written as GGUF", where="model", why=why, fix=fix)
-
-
-def stored_names(layout: HFFolder) -> list[str]:
-    """The names of a folder's tensors."""
-    return [name for group in layout.groups for name in group.shapes]
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    named = gguf.get_tensor_name_map(kinds[model.name], model.blocks)
+    names: dict[str, str] = {}
+    for stored in filter(model.keeps, stored_names):
+        name = named.get_name(stored, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise RecipeError("GGUF has no name for a tensor", where=stored, fix="write a folder")
+        names[stored] = name
+    return names
 
 
 # ---- tensors ----------------------------------------------------------------------------------------------
 
 
 def _write_tensors(
-    writer: Any, gguf: Any, contents: Contents, model: Architecture, kind: str
+    writer: Any, gguf: Any, contents: Contents, model: Architecture, names: Mapping[str, str], kind: str
 ) -> dict[str, str]:
     """Write all tensors; return the hash of each."""
-    names = _gguf_names(gguf, contents, model)
     factors = model.factors()
     types: dict[str, Any] = {}
     for name, shape in _file_shapes(contents, model, names, factors):
@@ -154,19 +163,6 @@ def _write_tensors(
         put(name, values)
     writer.close()
     return hashes
-
-
-def _gguf_names(gguf: Any, contents: Contents, model: Architecture) -> dict[str, str]:
-    """GGUF's names of the tensors that are written, by their names in a folder."""
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    named = gguf.get_tensor_name_map(kinds[model.name], model.blocks)
-    names: dict[str, str] = {}
-    for stored in filter(model.keeps, stored_names(contents.layout)):
-        name = named.get_name(stored, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise RecipeError("GGUF has no name for a tensor", where=stored, fix="write a folder")
-        names[stored] = name
-    return names
 
 
 def _file_shapes(
