@@ -144,7 +144,7 @@ def _detected(fields: frozenset[str], text_key: str, kind: str) -> str:
     formats = [name for name, needed in _NEEDED.items() if fields.issuperset(needed)]
     if kind == "prompts" and (opened := [name for name, key in PROMPT_FIELDS.items() if key in fields]):
         return opened[0]
-    if kind == "unpaired" and formats and fields.intersection(LABELS):
+    if kind == "unpaired" and formats[:1] not in ([], ["preference"]) and fields.intersection(LABELS):
         return "unpaired"
     preferred = kind in ("pairs", "scored", "unpaired") or formats[:1] == [
         "sharegpt"

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.core.errors import DataError
+from shardwise.core.errors import DataError, shorten
 from shardwise.data.formats import (
     LABELS,
     PROMPT_FIELDS,
@@ -41,8 +41,12 @@ from shardwise.data.turns import Turn, parsed_json, require_words, text_in, turn
 
 SIDES = ("chosen", "rejected")
 _ROLE_KEYS = ("role", "content")
+_DESIRABLE = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+"""Labels as texts; pandas writes a column with gaps as decimals."""
 _BLANK = re.compile(r"\s(?=\S*$)")
 """The last blank of a text."""
+_LARGEST_MARGIN = 3.4e38
+"""That of fp32, which margins are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def labelled_of(record: Record) -> Labelled:
         why = f"data.format is unpaired, and the record has {', '.join(fields) or 'nothing'}"
         raise DataError("no 'label'", where=where, why=why, fix="say whether each completion is desirable")
     value = fields[key]
-    label = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())  # CSV has texts
+    label = _DESIRABLE.get(str(value).lower())  # CSV has texts
     if label is None:
         what, why = f"'{key}' is {value!r}", "a completion is desirable or it is not"
         raise DataError(what, where=where, why=why, fix="write true or false")
@@ -107,8 +111,11 @@ def _margin(fields: Mapping[str, object], where: str) -> float | None:
     value = parsed_json(fields.get("margin"))  # of CSV: a text
     if value is None or value == "":
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise DataError("'margin' is not a number", where=where, why=f"it is {value!r}", fix="write a number")
+    if not abs(value) <= _LARGEST_MARGIN:
+        why, fix = f"it is {shorten(str(value), 40)}", f"write a number of at most {_LARGEST_MARGIN:g}"
+        raise DataError("'margin' is too large", where=where, why=why, fix=fix)
     return float(value)
 
 

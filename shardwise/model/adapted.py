@@ -172,6 +172,10 @@ class AdaptedModel(Blueprint):
             return None
         return Repetition(base.blocks, math.lcm(own.period, base.period), max(own.first, base.first))
 
+    @property
+    def config_text(self) -> str:
+        return self.base.config_text
+
     def stage_obstacle(self) -> str:
         return self.base.stage_obstacle()
 

@@ -265,6 +265,11 @@ class Blueprint(ABC):
             fix="the nearest that works is tensor_parallel: 1",
         )
 
+    @property
+    def config_text(self) -> str:
+        """What its results depend on besides its weights and the recipe, to know them again."""
+        return ""
+
     def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
         """log p of every label, 0 where it is ignored, [b, s] in fp32 (fp64 in fp64). For language models."""
         return log_probabilities(self.logits, model, batch)

@@ -370,7 +370,19 @@ def test_a_step_is_the_same_on_any_number_of_ranks(
 
 def test_the_longer_document_gets_the_room_that_the_shorter_one_leaves() -> None:
     whole = np.array([[3, 4], [10, 4], [4, 10], [10, 10], [10, 5], [11, 2]])
-    assert sharing(whole, 11).tolist() == [[3, 4], [7, 4], [4, 7], [5, 6], [6, 5], [9, 2]]
+    assert sharing(whole, 11).tolist() == [[3, 4], [7, 4], [4, 7], [5, 5], [6, 5], [9, 2]]
+
+
+def test_a_pair_that_differs_after_the_cut_alone_is_dropped(tmp_path: Path, opened_kind: Kinds) -> None:
+    """In an odd row too: neither document gets a token more, which the loss would make less likely."""
+    long = {"prompt": "a", "chosen": "b" * 30 + "c", "rejected": "b" * 30 + "d"}
+    source = jsonl(tmp_path / "a.jsonl", long, PAIR)
+    for length in (30, 31):
+        splits = opened_kind(source, sequence_length=length, packing=True, held_out=0.0)
+        assert splits.train.records == 1
+        assert (
+            "too long: 1 pairs dropped; chosen and rejected differ after the cut alone" in splits.sentences()
+        )
 
 
 def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, opened_kind: Kinds) -> None:
@@ -470,6 +482,11 @@ COMPLETION = {"prompt": "a", "completion": "b"}
         ({**COMPLETION, "label": True}, "pairs", "needs pairs: chosen and rejected.*of the format prompt"),
         (CHAT, "unpaired", "needs completions with a label"),
         ({"text": "a"}, "prompts", "needs prompts.*of the format text"),
+        (
+            {"prompt": "a", "label": True},
+            "unpaired",
+            "needs completions with a label.*record has label, prompt",
+        ),
     ],
 )
 def test_records_of_another_kind_are_refused(
@@ -499,6 +516,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [USER], "chosen": [MORE], "rejected": [BAD]}, "roles do not alternate"),
     ({"prompt": [USER], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, "no 'chosen[0].content'"),
     ({**PAIR, "margin": "much"}, "'margin' is not a number"),
+    *[({**PAIR, "margin": more}, "'margin' is too large") for more in (10**400, -1e39)],
     ({**PAIR, "margin": 1.0}, "a 'margin'"),
 ]
 
@@ -544,8 +562,10 @@ def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_objective: Kinds) -> None:
 
 
 def test_fields_that_nothing_reads_are_listed(tmp_path: Path, opened_kind: Kinds) -> None:
-    source = jsonl(tmp_path / "a.jsonl", {**PAIR, "system": "S.", "note": "n"})
-    assert "not read: note, system" in opened_kind(source, held_out=0.0).sentences()
+    source = jsonl(tmp_path / "a.jsonl", {**PAIR, "system": "S.", "note": "n", "margin": 1.0})
+    said = opened_kind(source, held_out=0.0).sentences()
+    assert "not read: note, system" in said and "not read by this objective: margin" in said
+    assert "margin" not in " ".join(opened_kind(source, kind="scored", held_out=0.0).sentences())
 
 
 def test_data_shows_both_documents(tmp_path: Path, opened_kind: Kinds) -> None:

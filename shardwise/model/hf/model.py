@@ -132,6 +132,10 @@ class HuggingFaceModel(Blueprint):
     def departures(self, bits: int) -> tuple[str, ...]:
         return self._departures
 
+    @property
+    def config_text(self) -> str:
+        return str(self.config.to_json_string())
+
     def build(self, depth: int | None = None) -> nn.Module:
         return build_for(self.objective, self.shallow_config(depth), self.source)
 

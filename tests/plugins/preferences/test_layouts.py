@@ -185,7 +185,7 @@ def test_the_loss_leaves_0_6931(tmp_path: Path, pool: Pool) -> None:
 
 
 def test_cached_references_serve_losses_of_other_settings(tmp_path: Path, pool: Pool) -> None:
-    """TRL #7084: the cache has sums of log-probabilities, which no key of the objective changes."""
+    """TRL #7084: the cache has sums of log-probabilities, which no key of the objective changes. The model does."""
     settings = {"reference": "precomputed"}
     pool.run(1, trained_rank, recipe_for(tmp_path), settings)
     files = sorted((tmp_path / "cache" / "reference").iterdir())
@@ -196,6 +196,11 @@ def test_cached_references_serve_losses_of_other_settings(tmp_path: Path, pool: 
     assert sorted((tmp_path / "cache" / "reference").iterdir()) == files
     for mine, theirs in zip(cached, copied, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-10)
+    # Fewer heads have weights of the same shapes, and so the same first values.
+    model = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "ffn": 48, "vocab": 257}
+    ((first, *_),) = pool.run(1, trained_rank, recipe_for(tmp_path, model=model), settings)
+    assert first["loss"] == pytest.approx(0.69314718, rel=1e-8)
+    assert first["reward_margin"] == pytest.approx(0, abs=1e-12)
 
 
 def in_16_bits(recipe: Recipe) -> tuple[list[float], list[float]]:

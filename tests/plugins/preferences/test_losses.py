@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import OBJECTIVES, require_plugin
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
@@ -208,6 +209,23 @@ def test_a_padding_sample_changes_nothing(name: str) -> None:
     assert loss_b == pytest.approx(loss_a, rel=1e-12)
     assert norm_b == pytest.approx(norm_a, rel=1e-12)
     torch.testing.assert_close(sums_b, sums_a)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *({"name": name, "beta": 0} for name in ("dpo", "ipo", "simpo", "kto")),
+        {"name": "cpo", "beta": 0, "nll_weight": 0},
+        {"name": "kto", "desirable_weight": 0, "undesirable_weight": 0},
+    ],
+    ids=str,
+)
+def test_a_loss_that_does_not_depend_on_the_model_is_refused(objective: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="would not depend on the model") as refused:
+        recipe(objective)
+    assert refused.value.exit_code == 2 and "\n" not in refused.value.line()
+    recipe({"name": "cpo", "beta": 0})
+    recipe({"name": "orpo", "beta": 0})  # the likelihood alone
 
 
 def test_every_objective_has_its_module() -> None:
