@@ -18,7 +18,6 @@ Only the completions are trained on; of a conversation, the assistant's turns in
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

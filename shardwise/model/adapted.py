@@ -7,7 +7,8 @@ them like any other layer. technique/adapter.py holds the rules for strategies.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -231,6 +232,11 @@ class AdaptedModel(Blueprint):
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return self.base.loss(model, batch)
+
+    def router_loss(
+        self, model: nn.Module, labels: Tensor
+    ) -> AbstractContextManager[Callable[[], Tensor | None]]:
+        return self.base.router_loss(model, labels)
 
     def logits(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -138,6 +138,15 @@ class OwnLoss(TrainingObjective):
 
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
         return blueprint.loss(model, batch)
+
+
+def with_auxiliary(loss: LossSum, auxiliary: Tensor | None) -> LossSum:
+    """A micro-batch's loss and the auxiliary loss of its pass, a mean, which counts by its targets.
+
+    The engine divides by the targets of the whole batch.
+    """
+    total, count = loss
+    return loss if auxiliary is None else (total + count * auxiliary.to(total.dtype), count)
 
 
 def loss_of(
@@ -273,6 +282,16 @@ class Blueprint(ABC):
     def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
         """log p of every label, 0 where it is ignored, [b, s] in fp32 (fp64 in fp64). For language models."""
         return log_probabilities(self.logits, model, batch)
+
+    def router_loss(
+        self, model: nn.Module, labels: Tensor
+    ) -> AbstractContextManager[Callable[[], Tensor | None]]:
+        """Within it one forward pass runs, on rows with these labels [b, s].
+
+        After it the function returns the auxiliary losses of the pass's routers, times their coefficients: a scalar
+        that training adds to the mean loss (``with_auxiliary``); None if there are none.
+        """
+        return nullcontext(lambda: None)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:

@@ -31,6 +31,7 @@ from shardwise.trainer.evaluation import evaluate
 from shardwise.trainer.precomputed import with_precomputed
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
+from tests.harness.ranks import reference_rank, strategy_rank
 
 FIXED = {"precision": "fp64", "micro_batch_size": 2}
 ADAPTER = {"rank": 4, "targets": "all"}
@@ -141,6 +142,25 @@ def test_other_objectives(name: str, tmp_path: Path, parity: Parity) -> None:
     padded = padded.model_copy(update={"data": padded.data.model_copy(update={"packing": False})})
     parity.all_pass(*trials(packed, 4, [mix for mix in mixes if "sequence_method" not in mix]))
     parity.all_pass(*trials(padded, 4, mixes))
+
+
+def test_the_balance_loss_of_a_mixture_over_ranks(tmp_path: Path, pool: Pool) -> None:
+    """With the same micro-batches, whose auxiliary loss it is."""
+    mixture = {
+        "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 257, "experts": 4,
+        "experts_per_token": 2, "balance_loss": 0.3,
+    }  # fmt: skip
+    recipe = recipe_for(tmp_path, model=mixture, steps=3)
+    plain = FIXED | {"micro_batch_size": 1}
+    (tmp_path / "reference").mkdir()
+    pool.run(1, reference_rank, [(recipe, plain, tmp_path / "reference")])
+    several = [
+        {"expert_parallel": 2},
+        {"zero_stage": 3, "activation_checkpointing": "full", "reference": "precomputed"},
+    ]
+    jobs = [(recipe, plain | settings, tmp_path / "reference") for settings in several]
+    for verdicts in pool.run(2, strategy_rank, jobs):
+        assert all(verdict.passed and verdict.tolerance == 1e-10 for verdict in verdicts), verdicts
 
 
 # -- measures
