@@ -9,6 +9,7 @@ references that depend on the loss (TRL #7084), measures of one rank (TRL #6380,
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,6 +222,28 @@ def test_cached_references_serve_losses_of_other_settings(tmp_path: Path, pool: 
     ((first, *_),) = pool.run(1, trained_rank, recipe_for(tmp_path, model=model), settings)
     assert first["loss"] == pytest.approx(0.69314718, rel=1e-8)
     assert first["reward_margin"] == pytest.approx(0, abs=1e-12)
+
+
+def one_step(recipe: Recipe, precision: str) -> list[tuple[float, float, bool]]:
+    """(loss, gradient norm, whether it was skipped) of the first step, tried again until it is not."""
+    strategy = strategy_from({"precision": precision, "micro_batch_size": 8})
+    run = build(recipe, blueprint_of(recipe), strategy, torch.device("cpu"))
+    batches, seen = RankBatches(open_data(recipe), run).at(0), []
+    while not seen or seen[-1][2]:
+        result = step(run, batches, 0.0)
+        seen.append((float(result.loss), float(result.grad_norm), bool(result.skipped)))
+    return seen
+
+
+def test_a_reward_model_in_fp16_overflows_by_its_loss_scale_alone(tmp_path: Path, pool: Pool) -> None:
+    """A score is read at one token, so its gradient is large: the first scales may overflow, and back off."""
+    settings = {"loss_scale": {"initial": 2.0**22, "hysteresis": 1}}
+    recipe = recipe_for(tmp_path, {"name": "reward", "center_weight": 0.1}, **settings)
+    ((*overflows, last),) = pool.run(1, one_step, recipe, "fp16")
+    ((exact,),) = pool.run(1, one_step, recipe, "fp32")
+    assert overflows and not any(map(math.isfinite, (norm for _, norm, _ in overflows)))
+    assert {loss for loss, *_ in overflows} == {last[0]}
+    assert last[:2] == pytest.approx(exact[:2], rel=5e-3)
 
 
 def in_16_bits(recipe: Recipe) -> tuple[list[float], list[float]]:
