@@ -13,7 +13,8 @@ The common text is cut back before its last blank, so that no word is divided. C
 
 `unpaired` is a record of another format with `label`, or `kto_tag`: true if its last answer is desirable.
 
-Only the completions are trained on; of a conversation, the assistant's turns in them.
+Only the completions are trained on; of a conversation, the assistant's turns in them. One may be empty: then its end
+is trained on, as in TRL.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shardwise.data.formats import (
     require_fields,
 )
 from shardwise.data.readers import Record, json_kind
-from shardwise.data.turns import Turn, parsed_json, require_words, text_in, turns_of
+from shardwise.data.turns import REASONING, Turn, parsed_json, text_in, turns_of
 
 SIDES = ("chosen", "rejected")
 _ROLE_KEYS = ("role", "content")
@@ -75,7 +76,9 @@ def preference_of(record: Record) -> Preference:
     if all(isinstance(fields[key], str) for key in SIDES) and not _turns_before(fields):
         if fields.get("instruction") is not None:
             read |= TEXT_KEYS["alpaca"] - {"output"}
-            chosen, rejected = (replace(alpaca_of(fields, where, key), only_last=True) for key in SIDES)
+            chosen, rejected = (
+                replace(alpaca_of(fields, where, key, empty=True), only_last=True) for key in SIDES
+            )
         else:
             chosen, rejected = _texts(fields, where)
         return Preference(chosen, rejected, _margin(fields, where), read)
@@ -96,7 +99,7 @@ def labelled_of(record: Record) -> Labelled:
         raise DataError(what, where=where, why=why, fix="write true or false")
     bare = Record({name: value for name, value in fields.items() if name not in LABELS}, where)
     name = next((name for name, field in PROMPT_FIELDS.items() if fields.get(field) is not None), "prompt")
-    example = example_of(bare, name)
+    example = example_of(bare, name, empty=True)
     if isinstance(example, Completed):
         return Labelled(replace(example, only_last=True), label, TEXT_KEYS[name] | set(LABELS))
     if name != "prompt":  # a prompt says itself where the completion begins
@@ -104,6 +107,14 @@ def labelled_of(record: Record) -> Labelled:
         turns = (replace(turn, trained=turn.trained and n == last) for n, turn in enumerate(example.turns))
         example = replace(example, turns=tuple(turns))
     return Labelled(example, label, TEXT_KEYS[name])
+
+
+def is_empty(example: Example) -> bool:
+    """Whether its completion has no words, calls or reasoning."""
+    if isinstance(example, Completed):
+        return not example.completion.strip()
+    last = example.turns[-1]
+    return not (last.text.strip() or last.calls or any(last.keys.get(key) for key in REASONING))
 
 
 def _margin(fields: Mapping[str, object], where: str) -> float | None:
@@ -128,8 +139,6 @@ def _texts(fields: Mapping[str, object], where: str) -> tuple[Completed, Complet
         prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
     else:
         prompt = text_in(fields["prompt"], "prompt", where)
-    for key, completion in zip(SIDES, (chosen, rejected), strict=True):
-        require_words(completion, key, where)
     return Completed(((prompt, chosen),)), Completed(((prompt, rejected),))
 
 
@@ -159,7 +168,7 @@ def _chats(record: Record) -> tuple[Chat, Chat]:
     if name != "prompt" and all(side[0].role != "assistant" for side in sides):
         name = None  # UltraFeedback's messages are those of chosen
     if name is not None:
-        prompt = turns_of(fields, name, _ROLE_KEYS, where)
+        prompt = turns_of(fields, name, _ROLE_KEYS, where, empty=True)
         repeated = all(side[: len(prompt)] == prompt for side in sides)
     else:
         prompt = _common(*sides)
@@ -194,14 +203,13 @@ def _answer(fields: Mapping[str, object], key: str, where: str) -> tuple[Turn, .
     """The turns of a completion, which may begin with those of the prompt."""
     value = fields[key]
     if isinstance(value, str):
-        require_words(text_in(value, key, where), key, where)
-        return (Turn("assistant", value),)
+        return (Turn("assistant", text_in(value, key, where)),)
     if isinstance(value, dict):
-        return turns_of({key: [value]}, key, _ROLE_KEYS, where)
+        return turns_of({key: [value]}, key, _ROLE_KEYS, where, empty=True)
     if not isinstance(value, list):
         why = f"it is of type {json_kind(value)}"
         raise DataError(f"'{key}' is neither text nor turns", where=where, why=why, fix="write one of them")
-    return turns_of(fields, key, _ROLE_KEYS, where)
+    return turns_of(fields, key, _ROLE_KEYS, where, empty=True)
 
 
 def _common(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> tuple[Turn, ...]:

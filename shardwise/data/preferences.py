@@ -282,6 +282,8 @@ def left_out_sentences(header: Header, cut: int, left_out: LeftOut, what: str) -
         yield f"{header.equal:,} {what} dropped: chosen and rejected are the same"
     if untrained := header.untrained - header.equal:
         yield f"{untrained:,} {what} dropped: a completion has nothing that is trained on"
+    if header.empty_documents:
+        yield f"{header.empty_documents:,} completions are empty: their end alone is trained on"
     if header.endless:
         yield (
             f"{header.endless:,} trained answers never end: no token that ends a turn follows them in the chat"

@@ -209,6 +209,29 @@ def test_the_token_that_begins_a_document_comes_before_the_prompt(tmp_path: Path
 # ---- faults of others -------------------------------------------------------------------------------------
 
 
+def test_of_an_empty_completion_the_end_is_trained_on(
+    folder: str, tmp_path: Path, opened_kind: Kinds
+) -> None:
+    """TRL adds the end of the text to it. A template ends the turn."""
+    [[_, (tokens, trained)]] = encoded("bytes", {"prompt": "a", "chosen": "b", "rejected": ""})
+    assert (tokens, trained) == ([97, 0], [1])
+    nothing = {"role": "assistant", "content": ""}
+    opened = rendered(folder, [USER], add_generation_prompt=True)
+    for record in (
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [nothing]},
+        {"prompt": [USER], "chosen": GOOD["content"], "rejected": ""},
+    ):
+        [[_, (tokens, trained)]] = encoded(folder, record)
+        assert tokens == rendered(folder, [USER, nothing])
+        assert trained == list(range(len(opened), len(tokens))) and trained
+    alpaca = {"instruction": "Add.", "chosen": "", "rejected": "4"}
+    [[(tokens, trained), _]] = encoded("bytes", alpaca)
+    assert trained == [len(tokens) - 1]
+    source = jsonl(tmp_path / "a.jsonl", PAIR, {**PAIR, "rejected": " "}, {**PAIR, "chosen": ""})
+    said = opened_kind(source, held_out=0.0).sentences()
+    assert "2 completions are empty: their end alone is trained on" in said
+
+
 def test_no_extra_end_of_text(folder: str) -> None:
     """TRL #4908: a template's or a text's own end was followed by another one."""
     tokenizer = open_tokenizer(folder)
@@ -508,7 +531,6 @@ def test_a_causal_run_still_reads_the_messages_of_ultrafeedback(tmp_path: Path, 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b"}, "no 'rejected'"),
-    ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
     ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is not text"),
     ({"prompt": "a", "chosen": 3, "rejected": "b"}, "'chosen' is neither text nor turns"),
     ({"chosen": [USER, GOOD], "rejected": [MORE, BAD]}, "chosen and rejected have no prompt in common"),

@@ -67,7 +67,9 @@ def test_conversations_have_the_tokens_of_transformers_rendering(
     ("record", "text", "value"),
     [
         ({"prompt": "a=", "completion": "b", "label": False}, "b", 0),
+        ({"prompt": "a=", "completion": "", "label": False}, "", 0),
         ({"instruction": "Add.", "output": "4", "kto_tag": "true"}, "4", 1),
+        ({"instruction": "Add.", "output": "", "kto_tag": False}, "", 0),
         ({"instruction": "Add.", "output": "4", "history": [["Hi", "Yes"]], "label": 0}, "4", 0),
     ],
 )
