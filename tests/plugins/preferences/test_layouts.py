@@ -23,13 +23,17 @@ from shardwise.data import open_data
 from shardwise.engine.build import build
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import named_measures, step
+from shardwise.model.adapted import AdaptedModel
+from shardwise.model.files.peft import write_adapter
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import SETTINGS, broken_rules, strategy_from
 from shardwise.trainer.batches import RankBatches
 from shardwise.trainer.evaluation import evaluate
 from shardwise.trainer.precomputed import with_precomputed
+from shardwise.verifier.reference import reference_model
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
 from tests.harness.ranks import reference_rank, strategy_rank
@@ -203,6 +207,28 @@ def test_the_loss_leaves_0_6931(tmp_path: Path, pool: Pool) -> None:
     assert seen[0]["loss"] == pytest.approx(0.69314718, rel=1e-8)
     assert seen[2]["loss"] < 0.69
     assert seen[0]["reward_margin"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "known", [True, False], ids=["own adapter", "an adapter of PEFT, without a fingerprint"]
+)
+def test_the_reference_of_an_adapter_that_continues_is_that_adapter(
+    known: bool, tmp_path: Path, pool: Pool
+) -> None:
+    """The frozen copy has the first values, too, and does not count them to its base."""
+    blueprint = blueprint_of(recipe_for(tmp_path, adapter=ADAPTER))
+    assert isinstance(blueprint, AdaptedModel)
+    model = reference_model(blueprint, 0, torch.float32)
+    tensors = {name: p.detach() + 0.02 for name, p in named_parameters(model) if p.requires_grad}
+    fingerprint = blueprint.base_fingerprint(model) if known else None
+    write_adapter(tmp_path / "adapter", tensors, blueprint.config(), fingerprint)
+    recipe = recipe_for(tmp_path, adapter={**ADAPTER, "start_from": str(tmp_path / "adapter")})
+    (copied,), (switched,) = (
+        pool.run(1, trained_rank, recipe, {"reference": how}) for how in ("copy", "adapter_off")
+    )
+    assert copied[0]["loss"] == pytest.approx(0.69314718, rel=1e-8)
+    for mine, theirs in zip(copied, switched, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-10, abs=1e-14)
 
 
 def test_cached_references_serve_losses_of_other_settings(tmp_path: Path, pool: Pool) -> None:
