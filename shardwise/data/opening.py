@@ -85,7 +85,7 @@ def open_splits(
     if opener is None:
         fields = source.fields()
         if not fields and not streamed:
-            next(iter(source.records(())), None)  # raises what is wrong with the first record
+            next(iter(source.records(())), None)  # raises the fault of the first record
         raise _unsuitable(spec, name, kind, fields)
     return opener(OpenedSource(spec, source, name, tokenizer, root, kind, verify, prompt_tokens))
 

@@ -94,6 +94,7 @@ class AdaptedModel(Blueprint):
         self.trained_in, self.dataset = base.trained_in, base.dataset
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
         self.new_layers, self.private_layers = base.new_layers, base.private_layers
+        self.config_text = base.config_text
         with torch.device("meta"):
             model = base.build()
         require_targets(model, self.targetable(model), self.spec)
@@ -176,10 +177,6 @@ class AdaptedModel(Blueprint):
         if own is None or own.blocks != base.blocks or 2 * math.lcm(own.period, base.period) > base.blocks:
             return None
         return Repetition(base.blocks, math.lcm(own.period, base.period), max(own.first, base.first))
-
-    @property
-    def config_text(self) -> str:
-        return self.base.config_text
 
     def stage_obstacle(self) -> str:
         return self.base.stage_obstacle()

@@ -135,7 +135,7 @@ class HuggingFaceModel(Blueprint):
         return self._departures
 
     @property
-    def config_text(self) -> str:
+    def config_text(self) -> str:  # type: ignore[override]
         return str(self.config.to_json_string())
 
     def build(self, depth: int | None = None) -> nn.Module:
