@@ -30,8 +30,8 @@ class Header:
     of a stream (`windows`). Of records alone: `chats` says whether a chat template wrote them, `untrained` counts those
     left out because nothing in them is trained on, `divided` those in several parts, `endless` the answers after which
     no end of a turn is trained on; `unread` names fields that neither the format nor the chat template reads. Of
-    preferences alone: `preferences` says that the rows are those, `margins` that they have some, and `equal` counts
-    the untrained pairs whose chosen and rejected documents are the same.
+    preferences alone: `preferences` says that the rows are those, `margins` that they have some, `equal` counts the
+    untrained pairs whose chosen and rejected documents are the same, `empty_documents` the empty completions.
     """
 
     format: int

@@ -90,9 +90,10 @@ class Encoder:
         unread: names of fields, and of keys of turns as `turn.KEY`, that no record so far had a reader for.
         documents: number of documents of a record that is not divided.
         row: type of a document's row in the cache.
+        empty: number of completions so far that are empty.
     """
 
-    documents, row = 1, EXAMPLE
+    documents, row, empty = 1, EXAMPLE, 0
 
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer, pairs: bool = False) -> None:
         self.format, self.tokenizer, self.template = name, tokenizer, tokenizer.chat
@@ -306,7 +307,7 @@ def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
         dtype=dtype.str,
         tokens=end,
         documents=documents,
-        empty_documents=0,
+        empty_documents=encoder.empty,
         digest=outputs.digest,
         trained_tokens=trained_tokens,
         chats=encoder.chats,

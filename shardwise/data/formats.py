@@ -91,7 +91,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Prompts, which may be empty, each with its completion, which must not be empty; one after the other.
+    """Prompts, which may be empty, each with its completion, one after the other.
 
     Attributes:
         only_last: whether the last completion alone is trained on.
@@ -144,7 +144,7 @@ def _detected(fields: frozenset[str], text_key: str, kind: str) -> str:
     formats = [name for name, needed in _NEEDED.items() if fields.issuperset(needed)]
     if kind == "prompts" and (opened := [name for name, key in PROMPT_FIELDS.items() if key in fields]):
         return opened[0]
-    if kind == "unpaired" and formats and fields.intersection(LABELS):
+    if kind == "unpaired" and formats[:1] not in ([], ["preference"]) and fields.intersection(LABELS):
         return "unpaired"
     preferred = kind in ("pairs", "scored", "unpaired") or formats[:1] == [
         "sharegpt"
@@ -154,8 +154,11 @@ def _detected(fields: frozenset[str], text_key: str, kind: str) -> str:
     return "text" if text_key in fields or not formats else formats[0]
 
 
-def example_of(record: Record, name: str) -> Example:
+def example_of(record: Record, name: str, empty: bool = False) -> Example:
     """Parse a record of the format `name`.
+
+    Args:
+        empty: whether a completion may be empty, and its end alone is trained on.
 
     Raises:
         DataError: the record does not have this format, or has nothing to complete.
@@ -163,15 +166,16 @@ def example_of(record: Record, name: str) -> Example:
     fields, where = record.fields, record.where
     require_fields(record, name)
     if name == "messages":
-        return chat_of(record, name, turns_of(fields, "messages", ("role", "content"), where))
+        return chat_of(record, name, turns_of(fields, "messages", ("role", "content"), where, empty))
     if name == "sharegpt":
-        return chat_of(record, name, turns_of(fields, "conversations", ("from", "value"), where))
+        return chat_of(record, name, turns_of(fields, "conversations", ("from", "value"), where, empty))
     if name == "alpaca":
-        return alpaca_of(fields, where)
+        return alpaca_of(fields, where, empty=empty)
     if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
-        return _conversation(record)
+        return _conversation(record, empty)
     prompt, completion = (text_in(fields[key], key, where) for key in ("prompt", "completion"))
-    require_words(completion, "completion", where)
+    if not empty:
+        require_words(completion, "completion", where)
     return Completed(((prompt, completion),))
 
 
@@ -187,11 +191,14 @@ def require_fields(record: Record, name: str) -> None:
         )
 
 
-def alpaca_of(fields: Mapping[str, object], where: str, output: str = "output") -> Completed:
+def alpaca_of(
+    fields: Mapping[str, object], where: str, output: str = "output", empty: bool = False
+) -> Completed:
     """Stanford Alpaca's wording; LLaMA-Factory's `system` replaces its first sentences, `history` follows them.
 
     Args:
         output: the field with the completion.
+        empty: whether it may be empty.
     """
     system, extra = (text_in(fields.get(key) or "", key, where) for key in ("system", "input"))
     history = parsed_json(fields.get("history") or [])  # of CSV: JSON text
@@ -210,7 +217,8 @@ def alpaca_of(fields: Mapping[str, object], where: str, output: str = "output") 
         )
     instruction = said(fields["instruction"], "instruction", where)
     question = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "")
-    texts.append((f"{question}### Response:\n", said(fields[output], output, where)))
+    read = text_in if empty else said
+    texts.append((f"{question}### Response:\n", read(fields[output], output, where)))
     first, *later = texts
     return Completed(
         ((opening + first[0], first[1]), *((f"\n\n{prompt}", answer) for prompt, answer in later))
@@ -252,9 +260,9 @@ def _variables(fields: Mapping[str, object], where: str) -> Mapping[str, object]
     return value
 
 
-def _conversation(record: Record) -> Chat:
+def _conversation(record: Record, empty: bool) -> Chat:
     """TRL's conversational prompt and completion: only answers of the completion are trained on."""
     prompt = turns_of(record.fields, "prompt", ("role", "content"), record.where)
     before = [replace(turn, trained=False) for turn in prompt]
-    completion = turns_of(record.fields, "completion", ("role", "content"), record.where)
+    completion = turns_of(record.fields, "completion", ("role", "content"), record.where, empty)
     return chat_of(record, "prompt", (*before, *completion))

@@ -5,7 +5,7 @@ It needs no torch, so the command line checks and shows data before torch is loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,10 @@ def open_splits(
     name = format_of(spec, source, kind)
     opener = (STREAMED if streamed else OPENERS).get((kind, name))
     if opener is None:
-        raise _unsuitable(spec, name, kind)
+        fields = source.fields()
+        if not fields and not streamed:
+            next(iter(source.records(())), None)  # raises the fault of the first record
+        raise _unsuitable(spec, name, kind, fields)
     return opener(OpenedSource(spec, source, name, tokenizer, root, kind, verify, prompt_tokens))
 
 
@@ -94,9 +97,11 @@ def open_part(
     return open_splits(spec, tokenizer, root or default_root(), verify, recipe.samples, recipe.prompt_tokens)
 
 
-def _unsuitable(spec: DataSpec, name: str, kind: str) -> DataError:
+def _unsuitable(spec: DataSpec, name: str, kind: str, fields: Collection[str]) -> DataError:
     """The error for records of a format that a kind, or a stream, has no samples of."""
     why, fix = f"its records are of the format {name}", ""
+    if spec.format == "auto" and spec.text_key not in fields and name == "text":
+        why = f"its first record has {', '.join(sorted(fields))}" if fields else "it has no records"
     if spec.stream_window is not None:
         what = "only plain text is streamed"
         fix = "remove data.stream_window, or write data.format: text"

@@ -20,7 +20,7 @@ from shardwise.core.errors import DataError
 from shardwise.data.cache_header import PREFERENCE
 from shardwise.data.encoding import Encoded, Encoder
 from shardwise.data.formats import Chat
-from shardwise.data.preference_formats import Preference, labelled_of, preference_of, shared_length
+from shardwise.data.preference_formats import Preference, is_empty, labelled_of, preference_of, shared_length
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.recipe.sections import DataSpec
@@ -61,6 +61,7 @@ class PairEncoder(Encoder):
         pair = preference_of(record)
         for example in (pair.chosen, pair.rejected):
             self._note(example, record, pair.read)
+            self.empty += is_empty(example)
         has_margin = pair.margin is not None
         if self.margins is None:
             self.margins = has_margin
@@ -111,6 +112,7 @@ class LabelEncoder(Encoder):
         labelled = [labelled_of(record) for record in records]
         for record, one in zip(records, labelled, strict=True):
             self._note(one.example, record, one.read)
+            self.empty += is_empty(one.example)
         encoded = self._encoded([one.example for one in labelled], [record.where for record in records])
         for one, document in zip(labelled, encoded, strict=True):
             yield [replace(document, value=float(one.desirable))] if any(document.trained[1:]) else []

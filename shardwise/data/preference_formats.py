@@ -13,17 +13,17 @@ The common text is cut back before its last blank, so that no word is divided. C
 
 `unpaired` is a record of another format with `label`, or `kto_tag`: true if its last answer is desirable.
 
-Only the completions are trained on; of a conversation, the assistant's turns in them.
+Only the completions are trained on; of a conversation, the assistant's turns in them. One may be empty: then its end
+is trained on, as in TRL.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.core.errors import DataError
+from shardwise.core.errors import DataError, shorten
 from shardwise.data.formats import (
     LABELS,
     PROMPT_FIELDS,
@@ -37,12 +37,16 @@ from shardwise.data.formats import (
     require_fields,
 )
 from shardwise.data.readers import Record, json_kind
-from shardwise.data.turns import Turn, parsed_json, require_words, text_in, turns_of
+from shardwise.data.turns import REASONING, Turn, parsed_json, text_in, turns_of
 
 SIDES = ("chosen", "rejected")
 _ROLE_KEYS = ("role", "content")
+_DESIRABLE = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+"""Labels as texts; pandas writes a column with gaps as decimals."""
 _BLANK = re.compile(r"\s(?=\S*$)")
 """The last blank of a text."""
+_LARGEST_MARGIN = 3.4e38
+"""That of fp32, which margins are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,9 @@ def preference_of(record: Record) -> Preference:
     if all(isinstance(fields[key], str) for key in SIDES) and not _turns_before(fields):
         if fields.get("instruction") is not None:
             read |= TEXT_KEYS["alpaca"] - {"output"}
-            chosen, rejected = (replace(alpaca_of(fields, where, key), only_last=True) for key in SIDES)
+            chosen, rejected = (
+                replace(alpaca_of(fields, where, key, empty=True), only_last=True) for key in SIDES
+            )
         else:
             chosen, rejected = _texts(fields, where)
         return Preference(chosen, rejected, _margin(fields, where), read)
@@ -87,13 +93,13 @@ def labelled_of(record: Record) -> Labelled:
         why = f"data.format is unpaired, and the record has {', '.join(fields) or 'nothing'}"
         raise DataError("no 'label'", where=where, why=why, fix="say whether each completion is desirable")
     value = fields[key]
-    label = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())  # CSV has texts
+    label = _DESIRABLE.get(str(value).lower())  # CSV has texts
     if label is None:
         what, why = f"'{key}' is {value!r}", "a completion is desirable or it is not"
         raise DataError(what, where=where, why=why, fix="write true or false")
     bare = Record({name: value for name, value in fields.items() if name not in LABELS}, where)
     name = next((name for name, field in PROMPT_FIELDS.items() if fields.get(field) is not None), "prompt")
-    example = example_of(bare, name)
+    example = example_of(bare, name, empty=True)
     if isinstance(example, Completed):
         return Labelled(replace(example, only_last=True), label, TEXT_KEYS[name] | set(LABELS))
     if name != "prompt":  # a prompt says itself where the completion begins
@@ -103,12 +109,23 @@ def labelled_of(record: Record) -> Labelled:
     return Labelled(example, label, TEXT_KEYS[name])
 
 
+def is_empty(example: Example) -> bool:
+    """Whether its completion has no words, calls or reasoning."""
+    if isinstance(example, Completed):
+        return not example.completion.strip()
+    last = example.turns[-1]
+    return not (last.text.strip() or last.calls or any(last.keys.get(key) for key in REASONING))
+
+
 def _margin(fields: Mapping[str, object], where: str) -> float | None:
     value = parsed_json(fields.get("margin"))  # of CSV: a text
     if value is None or value == "":
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise DataError("'margin' is not a number", where=where, why=f"it is {value!r}", fix="write a number")
+    if not abs(value) <= _LARGEST_MARGIN:
+        why, fix = f"it is {shorten(str(value), 40)}", f"write a number of at most {_LARGEST_MARGIN:g}"
+        raise DataError("'margin' is too large", where=where, why=why, fix=fix)
     return float(value)
 
 
@@ -122,8 +139,6 @@ def _texts(fields: Mapping[str, object], where: str) -> tuple[Completed, Complet
         prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
     else:
         prompt = text_in(fields["prompt"], "prompt", where)
-    for key, completion in zip(SIDES, (chosen, rejected), strict=True):
-        require_words(completion, key, where)
     return Completed(((prompt, chosen),)), Completed(((prompt, rejected),))
 
 
@@ -153,7 +168,7 @@ def _chats(record: Record) -> tuple[Chat, Chat]:
     if name != "prompt" and all(side[0].role != "assistant" for side in sides):
         name = None  # UltraFeedback's messages are those of chosen
     if name is not None:
-        prompt = turns_of(fields, name, _ROLE_KEYS, where)
+        prompt = turns_of(fields, name, _ROLE_KEYS, where, empty=True)
         repeated = all(side[: len(prompt)] == prompt for side in sides)
     else:
         prompt = _common(*sides)
@@ -188,14 +203,13 @@ def _answer(fields: Mapping[str, object], key: str, where: str) -> tuple[Turn, .
     """The turns of a completion, which may begin with those of the prompt."""
     value = fields[key]
     if isinstance(value, str):
-        require_words(text_in(value, key, where), key, where)
-        return (Turn("assistant", value),)
+        return (Turn("assistant", text_in(value, key, where)),)
     if isinstance(value, dict):
-        return turns_of({key: [value]}, key, _ROLE_KEYS, where)
+        return turns_of({key: [value]}, key, _ROLE_KEYS, where, empty=True)
     if not isinstance(value, list):
         why = f"it is of type {json_kind(value)}"
         raise DataError(f"'{key}' is neither text nor turns", where=where, why=why, fix="write one of them")
-    return turns_of(fields, key, _ROLE_KEYS, where)
+    return turns_of(fields, key, _ROLE_KEYS, where, empty=True)
 
 
 def _common(chosen: Sequence[Turn], rejected: Sequence[Turn]) -> tuple[Turn, ...]:

@@ -149,7 +149,7 @@ def open_preferences(opened: OpenedSource) -> Splits[Preferences]:
         spec.sequence_length,
         spec.held_out,
         opened.kind,
-        spec.packing,
+        "packed, cut alike" if spec.packing else False,
         spec.too_long,
     ]
     return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, left_out, spec))
@@ -219,12 +219,12 @@ def divide_preferences(
 def sharing(whole: TokenIds, room: int) -> TokenIds:
     """How many inputs of the two documents of each pair fit into `room` together.
 
+    Two that are both cut get the same, so that what they have in common ends at the same token.
+
     Args:
         whole: their inputs, [pairs, 2].
     """
-    chosen, rejected = whole.T
-    of_chosen = np.minimum(chosen, np.maximum(room // 2, room - rejected))
-    return np.stack([of_chosen, np.minimum(rejected, room - of_chosen)], 1)
+    return np.minimum(whole, np.maximum(room // 2, room - whole[:, ::-1]))
 
 
 # -- in words
@@ -250,6 +250,8 @@ def _sentences(train: Preferences, held_out: Preferences, left_out: LeftOut, spe
             f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"
             " pairs into a row, and attention keeps their documents apart"
         )
+    if header.margins and not train.scored:
+        said.append("not read by this objective: margin")
     return said + list(left_out_sentences(header, cut, left_out, "pairs"))
 
 
@@ -280,6 +282,8 @@ def left_out_sentences(header: Header, cut: int, left_out: LeftOut, what: str) -
         yield f"{header.equal:,} {what} dropped: chosen and rejected are the same"
     if untrained := header.untrained - header.equal:
         yield f"{untrained:,} {what} dropped: a completion has nothing that is trained on"
+    if header.empty_documents:
+        yield f"{header.empty_documents:,} completions are empty: their end alone is trained on"
     if header.endless:
         yield (
             f"{header.endless:,} trained answers never end: no token that ends a turn follows them in the chat"

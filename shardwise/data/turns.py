@@ -60,17 +60,23 @@ class Turn:
         return "".join(part["text"] for part in self.content)
 
 
-def turns_of(fields: Mapping[str, object], name: str, keys: tuple[str, str], where: str) -> tuple[Turn, ...]:
-    """The turns of a list of messages; `keys` name the role and the content where a turn has neither spelling."""
+def turns_of(
+    fields: Mapping[str, object], name: str, keys: tuple[str, str], where: str, empty: bool = False
+) -> tuple[Turn, ...]:
+    """The turns of a list of messages; `keys` name the role and the content where a turn has neither spelling.
+
+    Args:
+        empty: whether an answer may be empty.
+    """
     value = parsed_json(fields[name])
     if not isinstance(value, list) or not value:
         why = "it is empty" if isinstance(value, list) else f"it is of type {json_kind(value)}"
         fix = f'write [{{"{keys[0]}": ..., "{keys[1]}": ...}}, ...]'
         raise DataError(f"'{name}' is not a list of turns", where=where, why=why, fix=fix)
-    return tuple(_turn(item, keys, f"{name}[{number}]", where) for number, item in enumerate(value))
+    return tuple(_turn(item, keys, f"{name}[{number}]", where, empty) for number, item in enumerate(value))
 
 
-def _turn(item: object, keys: tuple[str, str], path: str, where: str) -> Turn:
+def _turn(item: object, keys: tuple[str, str], path: str, where: str, empty: bool) -> Turn:
     if not isinstance(item, dict):
         why, fix = f"it is of type {json_kind(item)}", f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
         raise DataError(f"'{path}' is not an object", where=where, why=why, fix=fix)
@@ -99,7 +105,8 @@ def _turn(item: object, keys: tuple[str, str], path: str, where: str) -> Turn:
     if role != "assistant" and trained_key is not None and trained:
         more[trained_key] = item[trained_key]  # Axolotl trains on such a turn; here it is listed as not read
     turn = Turn(role, content, calls, trained, None if trained else trained_key, more)
-    if role == "assistant" and turn.trained and not calls and not any(more.get(key) for key in REASONING):
+    needs_words = not empty and role == "assistant" and turn.trained and not calls
+    if needs_words and not any(more.get(key) for key in REASONING):
         require_words(turn.text, f"{path}.{text_key}", where)
     return turn
 

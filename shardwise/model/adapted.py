@@ -7,7 +7,8 @@ them like any other layer. technique/adapter.py holds the rules for strategies.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -93,6 +94,7 @@ class AdaptedModel(Blueprint):
         self.trained_in, self.dataset = base.trained_in, base.dataset
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
         self.new_layers, self.private_layers = base.new_layers, base.private_layers
+        self.config_text = base.config_text
         with torch.device("meta"):
             model = base.build()
         require_targets(model, self.targetable(model), self.spec)
@@ -116,10 +118,14 @@ class AdaptedModel(Blueprint):
     @cached_property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of the adapter's files, by name: of adapters, and of modules to save."""
+        return {n: shape for n, shape in self._trained.items() if not _is_in(n, self.private_layers)}
+
+    @cached_property
+    def _trained(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter that is not the base's. In a frozen copy of the model none requires a gradient."""
         with torch.device("meta"):
             named = named_parameters(self.build())
-        trained = {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
-        return {name: shape for name, shape in trained.items() if not _is_in(name, self.private_layers)}
+        return {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
 
     def config(self) -> dict[str, Any]:
         """PEFT's config, with the shortest target names that match exactly these layers."""
@@ -228,6 +234,11 @@ class AdaptedModel(Blueprint):
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return self.base.loss(model, batch)
 
+    def router_loss(
+        self, model: nn.Module, labels: Tensor
+    ) -> AbstractContextManager[Callable[[], Tensor | None]]:
+        return self.base.router_loss(model, labels)
+
     def logits(
         self,
         model: nn.Module,
@@ -313,7 +324,7 @@ class AdaptedModel(Blueprint):
         with without_adapters(model):
             self.base.fill(model, seed)
         for name, parameter in named_parameters(model):
-            if self.start is not None and parameter.requires_grad and name in self.start.shapes:
+            if self.start is not None and name in self._trained and name in self.start.shapes:
                 self.start.read_into(parameter, name)
             elif (side := side_of(name)) == A:
                 fill = fill_uniform if parameter.dim() == 2 else fill_stack
@@ -328,7 +339,8 @@ class AdaptedModel(Blueprint):
         if any(f"{layer}.weight" not in self.start.shapes for layer in self.new_layers):
             return  # of the same base with its own output layer, which its fingerprint is of
         if self.start.fingerprint is not None:
-            refuse_other_base(self.start.fingerprint, fingerprint_of(model), str(self.start.folder / TENSORS))
+            own = fingerprint_of(model, without=self._trained)
+            refuse_other_base(self.start.fingerprint, own, str(self.start.folder / TENSORS))
 
     @torch.no_grad()
     def rehearse_fill(self, model: nn.Module) -> None:

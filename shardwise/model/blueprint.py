@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -140,6 +140,12 @@ class OwnLoss(TrainingObjective):
         return blueprint.loss(model, batch)
 
 
+def with_auxiliary(loss: LossSum, auxiliary: Tensor | None) -> LossSum:
+    """A micro-batch's loss with the auxiliary loss of its pass, a mean, which counts by the targets."""
+    total, count = loss
+    return loss if auxiliary is None else (total + count * auxiliary.to(total.dtype), count)
+
+
 def loss_of(
     objective: TrainingObjective,
     blueprint: Blueprint,
@@ -174,6 +180,7 @@ class Blueprint(ABC):
         new_layers: names of layers that are not the pretrained model's. Adapters train them in full.
         private_layers: further ones, which neither exports nor files of adapters have.
         peft_task: PEFT's task type of its adapters, if it is not that of ``objective``.
+        config_text: what its results depend on, other than its weights and the recipe, to know them again.
         minimises: what a run makes small; ``loss`` unless the recipe names an objective.
     """
 
@@ -193,6 +200,7 @@ class Blueprint(ABC):
     new_layers: tuple[str, ...] = ()
     private_layers: tuple[str, ...] = ()
     peft_task: str | None = None
+    config_text: str = ""
     minimises: TrainingObjective = OwnLoss()
 
     @abstractmethod
@@ -268,6 +276,14 @@ class Blueprint(ABC):
     def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
         """log p of every label, 0 where it is ignored, [b, s] in fp32 (fp64 in fp64). For language models."""
         return log_probabilities(self.logits, model, batch)
+
+    def router_loss(
+        self, model: nn.Module, labels: Tensor
+    ) -> AbstractContextManager[Callable[[], Tensor | None]]:
+        """Within it one forward pass runs, on rows with these labels [b, s]. After it the function returns the weighted
+        auxiliary losses of its routers, a scalar (``with_auxiliary``), or None.
+        """
+        return nullcontext(lambda: None)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:

@@ -9,6 +9,8 @@ these.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self, cast
 
 import torch
@@ -21,12 +23,13 @@ from shardwise.model.blueprint import (
     LossSum,
     SampleShapes,
     token_shapes,
+    with_auxiliary,
 )
 from shardwise.model.decoder import Decoder
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.native_folder import native_hf_folder
 from shardwise.model.initial import fill_normal
-from shardwise.model.mixture import filled_tokens, router_logits
+from shardwise.model.mixture import Router, filled_tokens, router_logits
 from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage, renumbered
 from shardwise.recipe.dimensions import Dimensions
@@ -39,6 +42,18 @@ from shardwise.runtime.parallel.tensor import Split, TensorPlan
 STD = 0.02
 _OF_WHOLE = "its routers' auxiliary losses are of whole sequences"
 _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+
+
+def _auxiliary(noted: Sequence[tuple[Router, Tensor]], filled: Tensor) -> Tensor:
+    """The auxiliary losses of the routers of a pass. Raises RecipeError where a rank has a part of the sequences."""
+    if any(len(logits) != len(filled) for _, logits in noted):
+        raise RecipeError(
+            "sequences cannot be shared out",
+            where="strategy.tensor_sequence_parallel",
+            why=_OF_WHOLE,
+            fix="the nearest that works is tensor_sequence_parallel: none",
+        )
+    return torch.stack([router.losses(logits, filled) for router, logits in noted]).sum()
 
 
 class NativeModel(Blueprint):
@@ -129,21 +144,17 @@ class NativeModel(Blueprint):
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        with self.router_loss(model, batch["labels"]) as auxiliary:
+            loss = language_loss(self.logits, model, batch)
+        return with_auxiliary(loss, auxiliary())
+
+    @contextmanager
+    def router_loss(self, model: nn.Module, labels: Tensor) -> Iterator[Callable[[], Tensor | None]]:
         if not self.dimensions.adds_router_loss:
-            return language_loss(self.logits, model, batch)
+            yield lambda: None
+            return
         with router_logits() as noted:
-            total, count = language_loss(self.logits, model, batch)
-        filled = filled_tokens(batch["labels"]).flatten()
-        if any(len(logits) != len(filled) for _, logits in noted):
-            raise RecipeError(
-                "sequences cannot be shared out",
-                where="strategy.tensor_sequence_parallel",
-                why=_OF_WHOLE,
-                fix="the nearest that works is tensor_sequence_parallel: none",
-            )
-        auxiliary = torch.stack([router.losses(logits, filled) for router, logits in noted]).sum()
-        # The engine divides by the targets of the whole batch, so a micro-batch's auxiliary loss counts by its targets.
-        return total + count * auxiliary.to(total.dtype), count
+            yield lambda: _auxiliary(noted, filled_tokens(labels).flatten())
 
     def logits(
         self,

@@ -18,6 +18,7 @@ def named_objective(recipe: Recipe, document: YamlDocument) -> Iterator[Complain
     yield from _section(spec, document)
     if spec.name is None:
         return
+    yield from _depends_on_the_model(spec)
     path: KeyPath = ("objective", "name")
     if recipe.model.factory is not None:
         why = "a factory brings data of its own, and its model need not return logits"
@@ -53,6 +54,15 @@ def _section(spec: ObjectiveSpec, document: YamlDocument) -> Iterator[Complaint]
         readers = ", ".join(name for name, keys in READ.items() if key in keys)
         why = f"{who} does not read it" + (f"; {readers} do" if "," in readers else f"; {readers} does")
         yield Complaint(("objective", key), f"{key} cannot be set here", why, "remove it")
+
+
+def _depends_on_the_model(spec: ObjectiveSpec) -> Iterator[Complaint]:
+    """A loss with no weight on any part of it is constant; that of ipo is infinite."""
+    why, fix = "the loss would not depend on the model", "give a positive number"
+    if spec.beta == 0 and not spec.nll_weight and spec.name in ("dpo", "ipo", "simpo", "cpo", "kto"):
+        yield Complaint(("objective", "beta"), "beta cannot be 0 here", why, fix)
+    if spec.name == "kto" and not spec.desirable_weight and not spec.undesirable_weight:
+        yield Complaint(("objective", "desirable_weight"), "one of kto's weights must not be 0", why, fix)
 
 
 def _rewards(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:

@@ -1,9 +1,9 @@
 """Values of the model before training that samples carry (``strategy.reference: precomputed``).
 
 They are computed once, before the first step, by forward passes in the layout of the run, and cached under a key of
-their content: the samples, all weights and the dtype of compute. So another run on them finds them. Finished values
-are written now and then, so that a run which is killed goes on from there. Rank 0 reads and writes; all ranks have all
-values, which take 16 bytes a pair.
+their content: the samples, all weights, what computes with them and the precision. So another run on them finds them.
+Finished values are written now and then, so that a run which is killed goes on from there. Rank 0 reads and writes; all
+ranks have all values, which take 16 bytes a pair.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core import heartbeat
-from shardwise.core.cache_folder import default_root, key_of, store
+from shardwise.core.cache_folder import code_digest, default_root, key_of, store
 from shardwise.core.progress import Say
 from shardwise.core.units import format_seconds
 from shardwise.data import Data
@@ -33,7 +33,7 @@ from shardwise.engine.step import exceeded
 from shardwise.model.blueprint import Batch
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.offload.host import to_device
-from shardwise.technique import MICRO_BATCH_SIZE
+from shardwise.technique import MICRO_BATCH_SIZE, precision_of
 
 _PASSES = 16
 """Micro-batches of a rank between two exchanges."""
@@ -49,10 +49,17 @@ def with_precomputed(run: Run, data: Data, say: Say) -> None:
     names = list(run.objective.precomputed())
     if not names:
         return
-    weights = fingerprint_of(run.model, trained=True)
-    dtype = str(run.options.dtypes.compute)
-    for name, (dataset, numbers, fingerprint) in data.asked(run.recipe).items():
-        key = key_of(("reference", names, fingerprint, name == TRAIN, weights, dtype))
+    recipe = run.recipe
+    model = (
+        fingerprint_of(run.model, trained=True),
+        recipe.model.model_dump_json(),
+        "" if recipe.adapter is None else recipe.adapter.model_dump_json(),
+        run.blueprint.config_text,
+        precision_of(run.strategy),
+        code_digest(),
+    )
+    for name, (dataset, numbers, fingerprint) in data.asked(recipe).items():
+        key = key_of(("reference", names, fingerprint, name == TRAIN, *model))
         values = _computed(run, dataset, numbers, default_root() / "reference" / f"{key}.npz", say)
         data.replace(name, AddedValues(dataset, values))
 

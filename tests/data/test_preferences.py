@@ -209,6 +209,29 @@ def test_the_token_that_begins_a_document_comes_before_the_prompt(tmp_path: Path
 # ---- faults of others -------------------------------------------------------------------------------------
 
 
+def test_of_an_empty_completion_the_end_is_trained_on(
+    folder: str, tmp_path: Path, opened_kind: Kinds
+) -> None:
+    """TRL adds the end of the text to it. A template ends the turn."""
+    [[_, (tokens, trained)]] = encoded("bytes", {"prompt": "a", "chosen": "b", "rejected": ""})
+    assert (tokens, trained) == ([97, 0], [1])
+    nothing = {"role": "assistant", "content": ""}
+    opened = rendered(folder, [USER], add_generation_prompt=True)
+    for record in (
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [nothing]},
+        {"prompt": [USER], "chosen": GOOD["content"], "rejected": ""},
+    ):
+        [[_, (tokens, trained)]] = encoded(folder, record)
+        assert tokens == rendered(folder, [USER, nothing])
+        assert trained == list(range(len(opened), len(tokens))) and trained
+    alpaca = {"instruction": "Add.", "chosen": "", "rejected": "4"}
+    [[(tokens, trained), _]] = encoded("bytes", alpaca)
+    assert trained == [len(tokens) - 1]
+    source = jsonl(tmp_path / "a.jsonl", PAIR, {**PAIR, "rejected": " "}, {**PAIR, "chosen": ""})
+    said = opened_kind(source, held_out=0.0).sentences()
+    assert "2 completions are empty: their end alone is trained on" in said
+
+
 def test_no_extra_end_of_text(folder: str) -> None:
     """TRL #4908: a template's or a text's own end was followed by another one."""
     tokenizer = open_tokenizer(folder)
@@ -370,7 +393,19 @@ def test_a_step_is_the_same_on_any_number_of_ranks(
 
 def test_the_longer_document_gets_the_room_that_the_shorter_one_leaves() -> None:
     whole = np.array([[3, 4], [10, 4], [4, 10], [10, 10], [10, 5], [11, 2]])
-    assert sharing(whole, 11).tolist() == [[3, 4], [7, 4], [4, 7], [5, 6], [6, 5], [9, 2]]
+    assert sharing(whole, 11).tolist() == [[3, 4], [7, 4], [4, 7], [5, 5], [6, 5], [9, 2]]
+
+
+def test_a_pair_that_differs_after_the_cut_alone_is_dropped(tmp_path: Path, opened_kind: Kinds) -> None:
+    """In an odd row too: neither document gets a token more, which the loss would make less likely."""
+    long = {"prompt": "a", "chosen": "b" * 30 + "c", "rejected": "b" * 30 + "d"}
+    source = jsonl(tmp_path / "a.jsonl", long, PAIR)
+    for length in (30, 31):
+        splits = opened_kind(source, sequence_length=length, packing=True, held_out=0.0)
+        assert splits.train.records == 1
+        assert (
+            "too long: 1 pairs dropped; chosen and rejected differ after the cut alone" in splits.sentences()
+        )
 
 
 def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, opened_kind: Kinds) -> None:
@@ -470,6 +505,11 @@ COMPLETION = {"prompt": "a", "completion": "b"}
         ({**COMPLETION, "label": True}, "pairs", "needs pairs: chosen and rejected.*of the format prompt"),
         (CHAT, "unpaired", "needs completions with a label"),
         ({"text": "a"}, "prompts", "needs prompts.*of the format text"),
+        (
+            {"prompt": "a", "label": True},
+            "unpaired",
+            "needs completions with a label.*record has label, prompt",
+        ),
     ],
 )
 def test_records_of_another_kind_are_refused(
@@ -491,7 +531,6 @@ def test_a_causal_run_still_reads_the_messages_of_ultrafeedback(tmp_path: Path, 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b"}, "no 'rejected'"),
-    ({"prompt": "a", "chosen": " ", "rejected": "b"}, "'chosen' is empty"),
     ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is not text"),
     ({"prompt": "a", "chosen": 3, "rejected": "b"}, "'chosen' is neither text nor turns"),
     ({"chosen": [USER, GOOD], "rejected": [MORE, BAD]}, "chosen and rejected have no prompt in common"),
@@ -499,6 +538,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [USER], "chosen": [MORE], "rejected": [BAD]}, "roles do not alternate"),
     ({"prompt": [USER], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, "no 'chosen[0].content'"),
     ({**PAIR, "margin": "much"}, "'margin' is not a number"),
+    *[({**PAIR, "margin": more}, "'margin' is too large") for more in (10**400, -1e39)],
     ({**PAIR, "margin": 1.0}, "a 'margin'"),
 ]
 
@@ -544,8 +584,10 @@ def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_objective: Kinds) -> None:
 
 
 def test_fields_that_nothing_reads_are_listed(tmp_path: Path, opened_kind: Kinds) -> None:
-    source = jsonl(tmp_path / "a.jsonl", {**PAIR, "system": "S.", "note": "n"})
-    assert "not read: note, system" in opened_kind(source, held_out=0.0).sentences()
+    source = jsonl(tmp_path / "a.jsonl", {**PAIR, "system": "S.", "note": "n", "margin": 1.0})
+    said = opened_kind(source, held_out=0.0).sentences()
+    assert "not read: note, system" in said and "not read by this objective: margin" in said
+    assert "margin" not in " ".join(opened_kind(source, kind="scored", held_out=0.0).sentences())
 
 
 def test_data_shows_both_documents(tmp_path: Path, opened_kind: Kinds) -> None:

@@ -44,6 +44,7 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] =
     ({"prompt": [USER], "completion": [GOOD], "label": True}, [USER], [GOOD]),
     ({"prompt": [USER], "completion": [FIRST, MORE, GOOD], "label": 1}, [USER], [FIRST, MORE, GOOD]),
     ({"messages": [USER, FIRST, MORE, GOOD], "label": "True"}, [USER, FIRST, MORE], [GOOD]),
+    ({"messages": [USER, FIRST, MORE, GOOD], "label": 1.0}, [USER, FIRST, MORE], [GOOD]),
     ({"conversations": sharegpt(USER, FIRST, MORE, GOOD), "kto_tag": True}, [USER, FIRST, MORE], [GOOD]),
 ]
 
@@ -66,7 +67,9 @@ def test_conversations_have_the_tokens_of_transformers_rendering(
     ("record", "text", "value"),
     [
         ({"prompt": "a=", "completion": "b", "label": False}, "b", 0),
+        ({"prompt": "a=", "completion": "", "label": False}, "", 0),
         ({"instruction": "Add.", "output": "4", "kto_tag": "true"}, "4", 1),
+        ({"instruction": "Add.", "output": "", "kto_tag": False}, "", 0),
         ({"instruction": "Add.", "output": "4", "history": [["Hi", "Yes"]], "label": 0}, "4", 0),
     ],
 )
@@ -156,7 +159,7 @@ def test_batches_have_the_shapes_of_the_contract(
 def test_pairs_give_two_records_each(packing: bool, tmp_path: Path, unpaired: Kinds) -> None:
     """The next record is one of the next pair: the other completion of the same prompt would be no mismatch."""
     records = [
-        {"prompt": f"{n}=", "chosen": f"y{n}" * (n % 7 + 1), "rejected": f"no{n}" * (n % 2 + 1)}
+        {"prompt": f"{n}=", "chosen": f"y{n}" * (n % 7 + 1), "rejected": f"no{n}" * (n % 2 + 1), "label": 1}
         for n in range(12)
     ]
     splits = unpaired(

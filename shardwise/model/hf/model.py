@@ -20,7 +20,8 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,7 @@ from shardwise.model.blueprint import (
     LossSum,
     SampleShapes,
     token_shapes,
+    with_auxiliary,
 )
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
@@ -132,6 +134,10 @@ class HuggingFaceModel(Blueprint):
     def departures(self, bits: int) -> tuple[str, ...]:
         return self._departures
 
+    @property
+    def config_text(self) -> str:  # type: ignore[override]
+        return str(self.config.to_json_string())
+
     def build(self, depth: int | None = None) -> nn.Module:
         return build_for(self.objective, self.shallow_config(depth), self.source)
 
@@ -225,16 +231,18 @@ class HuggingFaceModel(Blueprint):
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         if self.objective == "seq2seq":
             return language_loss(lambda m, *_: self._decoder_logits(m, batch), model, batch)
+        with self.router_loss(model, batch["labels"]) as auxiliary:
+            loss = language_loss(self.logits, model, batch)
+        return with_auxiliary(loss, auxiliary())
+
+    @contextmanager
+    def router_loss(self, model: nn.Module, labels: Tensor) -> Iterator[Callable[[], Tensor | None]]:
         if not adds_router_loss(self.config):
-            return language_loss(self.logits, model, batch)
-        with router_losses(model, batch["labels"]) as balance:
-            total, count = language_loss(self.logits, model, batch)
+            yield lambda: None
+            return
         weight = router_coefficient(model, self.config)
-        if not balance:  # the model computed none
-            return total, count
-        # The engine divides by the targets of the whole batch, so a micro-batch's auxiliary loss counts by its targets.
-        auxiliary = weight * torch.stack(balance).sum().to(total.dtype)
-        return total + count * auxiliary, count
+        with router_losses(model, labels) as balance:  # [] where the model computes none
+            yield lambda: weight * torch.stack(balance).sum() if balance else None
 
     def _decoder_logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits [b, t, vocab] of a seq2seq batch. The decoder reads the labels, shifted right."""

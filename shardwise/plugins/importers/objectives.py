@@ -123,10 +123,15 @@ def objectives(draft: Draft) -> None:
     draft.facts["samples"] = SAMPLES[name] if SAMPLES[name] in ("unpaired", "prompts") else "pairs"
     draft.put("objective.name", name, "rl:trainer", "rl:loss_type", "rl:loss_weights")
     for key, value in _ALWAYS.get((trainer, loss), {}).items():
-        draft.put(f"objective.{key}", value, "rl:loss_type", "rl:trainer")
+        draft.put(f"objective.{key}", value, "rl:loss_type", "rl:trainer", "rl:norm_loss")
     for key, (target, default) in reads.items():
         _read(draft, key, target, default)
     known_facts = {"rl:trainer", "rl:loss_type", "rl:loss_weights", *(f"rl:{key}" for key in reads)}
+    known_facts |= {"rl:norm_loss"} if trainer == "dpo" else set()
+    if (asked := _likelihood_note(draft, trainer)) and draft.facts.get("lf_stage") is None:
+        draft.notes[asked[0]] = asked[1]
+    if trainer == "ppo":
+        draft.notes["objective.value_weight"] = "of a head of the trained model here, of a second model there"
     if trainer == "rloo":
         draft.notes["objective.beta"] = "the KL divergence is a part of the loss here, of the reward there"
         draft.notes["objective.normalise"] = "by completion_length too, which scales the gradient alone"
@@ -213,7 +218,9 @@ def _loss(draft: Draft, trainer: str) -> str:
     elif len(losses) > 1 or weights != [1.0]:
         why = "of several losses, sft may follow sigmoid or sigmoid_norm, of weight 1: objective.nll_weight"
         raise _refused(draft, "rl:loss_type" if len(losses) > 1 else "rl:loss_weights", why)
-    return losses[0]
+    # Axolotl's dpo_norm_loss takes the log-probabilities as ipo does: the means over the tokens of an answer.
+    normalised = trainer == "dpo" and losses[0] == "sigmoid" and draft.facts.get("rl:norm_loss")
+    return "sigmoid_norm" if normalised else losses[0]
 
 
 def _read(draft: Draft, key: str, target: str, default: Any) -> None:
@@ -236,6 +243,14 @@ def _read(draft: Draft, key: str, target: str, default: Any) -> None:
         value = float(value)
     if target:
         draft.put(f"objective.{target}", value, fact)
+
+
+def _likelihood_note(draft: Draft, trainer: str) -> tuple[str, str] | None:
+    """The key with TRL's likelihood of chosen answers, and how that differs. LLaMA-Factory's is that of here."""
+    mean = "per token of each pair here, over all tokens of a batch there"
+    if trainer == "orpo":
+        return "objective.name", f"the likelihood of chosen answers is {mean}, prompts included"
+    return ("objective.nll_weight", mean) if draft.values.get("objective.nll_weight") else None
 
 
 def _function(draft: Draft, fact: str, name: str) -> str:
@@ -288,8 +303,12 @@ def _data_and_rate(draft: Draft, trainer: str) -> None:
         draft.put("data.sequence_length", prompt + completion, *names)
         if not draft.is_said("rl:max_prompt_length"):
             draft.notes["data.sequence_length"] = "prompts of up to 512 tokens, and the completion"
-    if trainer not in _ROLLOUTS and draft.facts.get("enables:adapter"):
-        draft.take("adapter.dropout", 0.0, f"disable_dropout{DEFAULT_MARK}")
+    # LLaMA-Factory trains reward models by a trainer of its own, which leaves dropout on.
+    keeps = draft.facts.get("disable_dropout") is False or draft.facts.get("lf_stage") == "rm"
+    if trainer not in _ROLLOUTS and draft.facts.get("enables:adapter") and not keeps:
+        draft.take(
+            "adapter.dropout", 0.0, *draft.keys.get("disable_dropout", [f"disable_dropout{DEFAULT_MARK}"])
+        )
     if draft.facts.get("trl") and not draft.is_said("optimizer.learning_rate"):
         draft.drop("optimizer.learning_rate")
         draft.take("optimizer.learning_rate", _RATES.get(trainer, 1e-6), f"learning_rate{DEFAULT_MARK}")

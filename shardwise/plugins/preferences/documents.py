@@ -18,6 +18,7 @@ from shardwise.model.blueprint import (
     LossSum,
     SampleShapes,
     TrainingObjective,
+    with_auxiliary,
 )
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.measures import note
@@ -92,9 +93,19 @@ class DocumentObjective(TrainingObjective):
         sums, lengths = answers(blueprint, model, batch, self.documents(batch))
         return Answers(self.units(batch, sums), self.units(batch, lengths))
 
-    def total(self, model: nn.Module, losses: Tensor, batch: Batch) -> Tensor:
-        """The sum over the units that are present, [m, units]; ranks that share a sequence count it once together."""
-        return losses.where(batch["present"] > 0, 0).sum() / sequence_ranks(model)
+    def losses_of(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of every unit, [m, units], by one pass of the model."""
+        raise NotImplementedError
+
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        """The sum over the units that are present; ranks that share a sequence count it once together.
+
+        The auxiliary loss of routers is that of this pass; the reference's has none.
+        """
+        with blueprint.router_loss(model, batch["labels"]) as auxiliary:
+            losses = self.losses_of(blueprint, model, batch)
+        total = losses.where(batch["present"] > 0, 0).sum() / sequence_ranks(model)
+        return with_auxiliary((total, self.count(blueprint, batch)), auxiliary())
 
     def note(self, batch: Batch, measures: Mapping[str, Tensor]) -> None:
         """Note values [m, units] of the units that are present."""
@@ -124,7 +135,7 @@ class PairObjective(DocumentObjective):
         """The loss of every pair [m, units]."""
         raise NotImplementedError
 
-    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+    def losses_of(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         pairs = self.answers(blueprint, model, batch)
         rewards = self.rewards(pairs, batch)
         chosen, rejected = rewards.unbind(-1)
@@ -139,4 +150,4 @@ class PairObjective(DocumentObjective):
                 "rejected_log_probability": pairs.sums[..., 1],
             },
         )
-        return self.total(model, self.losses(rewards, pairs), batch), self.count(blueprint, batch)
+        return self.losses(rewards, pairs)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, LossSum, SampleShapes
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
 from shardwise.plugins.preferences.reference import REFERENCE, ReferenceObjective
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.runtime.measures import note
@@ -83,7 +83,7 @@ class KTO(ReferenceObjective):
             return [batch[REFERENCE] for batch in mismatched]
         return self.by_reference(passes, mismatched, self.of_reference)
 
-    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+    def losses_of(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         sums = self.answers(blueprint, model, batch).sums
         rewards = (sums - batch[REFERENCE].to(sums.dtype)).squeeze(-1)
         good, kl = batch["desirable"] > 0, batch[_KL].to(rewards.dtype)
@@ -91,7 +91,7 @@ class KTO(ReferenceObjective):
             good, self.undesirable * torch.sigmoid(self.beta * (rewards - kl))
         )
         self._note(batch, self.beta * rewards, sums.squeeze(-1), good, kl)
-        return self.total(model, losses, batch), self.count(blueprint, batch)
+        return losses
 
     def _note(self, batch: Batch, rewards: Tensor, sums: Tensor, good: Tensor, kl: Tensor) -> None:
         present = batch["present"] > 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from shardwise.model.blueprint import Batch, Blueprint, LossSum
+from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.model.scalar_head import values
 from shardwise.plugins.preferences.documents import DocumentObjective
 from shardwise.recipe.sections import Recipe
@@ -31,7 +31,7 @@ class Reward(DocumentObjective):
         last = values(blueprint, model, batch).where(batch["labels"] >= 0, 0)
         return self.units(batch, document_sums(model, last, batch.get("document"), self.documents(batch)))
 
-    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+    def losses_of(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         scores = self.scores(blueprint, model, batch)
         chosen, rejected = scores.unbind(-1)
         losses = -logsigmoid(chosen - rejected - batch.get("margin", 0))
@@ -46,7 +46,7 @@ class Reward(DocumentObjective):
                 "rejected_reward": rejected,
             },
         )
-        return self.total(model, losses, batch), self.count(blueprint, batch)
+        return losses
 
 
 def objective(recipe: Recipe) -> Reward:

@@ -91,6 +91,10 @@ EQUALS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (FACTORY | {"stage": "rm"}, {"name": "reward", "center_weight": 0.0}),
     (AXOLOTL | {"rl": "dpo", "rl_beta": 0.2}, {"name": "dpo", "beta": 0.2}),
     (AXOLOTL | {"rl": "dpo", "dpo_loss_type": ["ipo"]}, {"name": "ipo"}),
+    (AXOLOTL | {"rl": "dpo", "dpo_norm_loss": True}, {"name": "dpo", "length_normalised": True}),
+    (AXOLOTL | {"rl": "dpo", "dpo_norm_loss": False}, {"name": "dpo", "length_normalised": False}),
+    (AXOLOTL | {"rl": "ipo", "dpo_norm_loss": True}, {"name": "ipo", "beta": 0.1}),
+    (TRL | {"loss_type": "sigmoid", "ld_alpha": 1.0}, {"name": "dpo"}),
     (AXOLOTL | {"rl": "ipo"}, {"name": "ipo", "beta": 0.1}),
     (AXOLOTL | {"rl": "orpo", "orpo_alpha": 0.2}, {"name": "orpo", "beta": 0.2}),
     (AXOLOTL | {"rl": "kto", "kto_desirable_weight": 0.2}, {"name": "kto", "desirable_weight": 0.2}),
@@ -225,6 +229,13 @@ def test_the_reference_packing_lengths_rate_and_dropout_of_trl(tmp_path: Path) -
     assert value(made, "strategy.reference") == "precomputed" and value(made, "data.packing") is True
     assert value(made, "optimizer.learning_rate") == 1e-6 and value(made, "data.sequence_length") == 1024
     assert value(made, "adapter.dropout") == 0.0  # TRL's disable_dropout
+    for asked, kept in ((True, 0.0), (False, 0.1)):
+        made = convert(tmp_path, {"a.yaml": TRL | dpo | {"disable_dropout": asked, "lora_dropout": 0.1}})
+        assert value(made, "adapter.dropout") == kept
+        assert row(made, "disable_dropout").status == ("mapped" if asked else "not needed")
+    for stage, kept in (("dpo", 0.0), ("kto", 0.0), ("rm", 0.1)):
+        made = convert(tmp_path, {"a.yaml": FACTORY | {"stage": stage, "lora_dropout": 0.1}})
+        assert value(made, "adapter.dropout") == kept
     made = convert(
         tmp_path, {"a.yaml": TRL | GRPO | {"max_prompt_length": 256, "max_completion_length": 768}}
     )
@@ -237,6 +248,19 @@ def test_what_is_assumed_and_what_is_lost_is_said(tmp_path: Path) -> None:
     made = convert(tmp_path, {"a.yaml": TRL | {"loss_type": ["sigmoid"], "max_prompt_length": 128}})
     assert row(made, "objective.name").status == "assumed" and "cpo" in row(made, "objective.name").detail
     assert row(made, "max_prompt_length").status == "no equivalent"
+    for asked, key in (
+        ({"rpo_alpha": 1.0}, "objective.nll_weight"),
+        ({"loss_type": "simpo"}, "objective.nll_weight"),
+    ):
+        assert (
+            "over all tokens of a batch there" in row(convert(tmp_path, {"a.yaml": TRL | asked}), key).detail
+        )
+    orpo = convert(tmp_path, {"a.yaml": AXOLOTL | {"rl": "orpo"}})
+    assert "prompts included" in row(orpo, "objective.name").detail
+    for asked in ({"pref_ftx": 0.1}, {"pref_loss": "orpo"}):  # the same likelihood as here
+        assert not [
+            each for each in convert(tmp_path, {"a.yaml": FACTORY | asked}).rows if "there" in each.detail
+        ]
     made = convert(tmp_path, {"a.yaml": FACTORY | {"stage": "sft", "pref_beta": 0.2, "pref_loss": "ipo"}})
     assert {row(made, key).status for key in ("pref_beta", "pref_loss")} == {"no equivalent"}
 

@@ -9,6 +9,7 @@ references that depend on the loss (TRL #7084), measures of one rank (TRL #6380,
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +23,20 @@ from shardwise.data import open_data
 from shardwise.engine.build import build
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import named_measures, step
+from shardwise.model.adapted import AdaptedModel
+from shardwise.model.files.peft import write_adapter
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import SETTINGS, broken_rules, strategy_from
 from shardwise.trainer.batches import RankBatches
 from shardwise.trainer.evaluation import evaluate
 from shardwise.trainer.precomputed import with_precomputed
+from shardwise.verifier.reference import reference_model
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
+from tests.harness.ranks import reference_rank, strategy_rank
 
 FIXED = {"precision": "fp64", "micro_batch_size": 2}
 ADAPTER = {"rank": 4, "targets": "all"}
@@ -143,6 +149,25 @@ def test_other_objectives(name: str, tmp_path: Path, parity: Parity) -> None:
     parity.all_pass(*trials(padded, 4, mixes))
 
 
+def test_the_balance_loss_of_a_mixture_over_ranks(tmp_path: Path, pool: Pool) -> None:
+    """With the same micro-batches, whose auxiliary loss it is."""
+    mixture = {
+        "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 257, "experts": 4,
+        "experts_per_token": 2, "balance_loss": 0.3,
+    }  # fmt: skip
+    recipe = recipe_for(tmp_path, model=mixture, steps=3)
+    plain = FIXED | {"micro_batch_size": 1}
+    (tmp_path / "reference").mkdir()
+    pool.run(1, reference_rank, [(recipe, plain, tmp_path / "reference")])
+    several = [
+        {"expert_parallel": 2},
+        {"zero_stage": 3, "activation_checkpointing": "full", "reference": "precomputed"},
+    ]
+    jobs = [(recipe, plain | settings, tmp_path / "reference") for settings in several]
+    for verdicts in pool.run(2, strategy_rank, jobs):
+        assert all(verdict.passed and verdict.tolerance == 1e-10 for verdict in verdicts), verdicts
+
+
 # -- measures
 
 
@@ -184,8 +209,30 @@ def test_the_loss_leaves_0_6931(tmp_path: Path, pool: Pool) -> None:
     assert seen[0]["reward_margin"] == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "known", [True, False], ids=["own adapter", "an adapter of PEFT, without a fingerprint"]
+)
+def test_the_reference_of_an_adapter_that_continues_is_that_adapter(
+    known: bool, tmp_path: Path, pool: Pool
+) -> None:
+    """The frozen copy has the first values, too, and does not count them to its base."""
+    blueprint = blueprint_of(recipe_for(tmp_path, adapter=ADAPTER))
+    assert isinstance(blueprint, AdaptedModel)
+    model = reference_model(blueprint, 0, torch.float32)
+    tensors = {name: p.detach() + 0.02 for name, p in named_parameters(model) if p.requires_grad}
+    fingerprint = blueprint.base_fingerprint(model) if known else None
+    write_adapter(tmp_path / "adapter", tensors, blueprint.config(), fingerprint)
+    recipe = recipe_for(tmp_path, adapter={**ADAPTER, "start_from": str(tmp_path / "adapter")})
+    (copied,), (switched,) = (
+        pool.run(1, trained_rank, recipe, {"reference": how}) for how in ("copy", "adapter_off")
+    )
+    assert copied[0]["loss"] == pytest.approx(0.69314718, rel=1e-8)
+    for mine, theirs in zip(copied, switched, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-10, abs=1e-14)
+
+
 def test_cached_references_serve_losses_of_other_settings(tmp_path: Path, pool: Pool) -> None:
-    """TRL #7084: the cache has sums of log-probabilities, which no key of the objective changes."""
+    """TRL #7084: the cache has sums of log-probabilities, which no key of the objective changes. The model does."""
     settings = {"reference": "precomputed"}
     pool.run(1, trained_rank, recipe_for(tmp_path), settings)
     files = sorted((tmp_path / "cache" / "reference").iterdir())
@@ -196,6 +243,33 @@ def test_cached_references_serve_losses_of_other_settings(tmp_path: Path, pool: 
     assert sorted((tmp_path / "cache" / "reference").iterdir()) == files
     for mine, theirs in zip(cached, copied, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-10)
+    # Fewer heads have weights of the same shapes, and so the same first values.
+    model = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "ffn": 48, "vocab": 257}
+    ((first, *_),) = pool.run(1, trained_rank, recipe_for(tmp_path, model=model), settings)
+    assert first["loss"] == pytest.approx(0.69314718, rel=1e-8)
+    assert first["reward_margin"] == pytest.approx(0, abs=1e-12)
+
+
+def one_step(recipe: Recipe, precision: str) -> list[tuple[float, float, bool]]:
+    """(loss, gradient norm, whether it was skipped) of the first step, tried again until it is not."""
+    strategy = strategy_from({"precision": precision, "micro_batch_size": 8})
+    run = build(recipe, blueprint_of(recipe), strategy, torch.device("cpu"))
+    batches, seen = RankBatches(open_data(recipe), run).at(0), []
+    while not seen or seen[-1][2]:
+        result = step(run, batches, 0.0)
+        seen.append((float(result.loss), float(result.grad_norm), bool(result.skipped)))
+    return seen
+
+
+def test_a_reward_model_in_fp16_overflows_by_its_loss_scale_alone(tmp_path: Path, pool: Pool) -> None:
+    """A score is read at one token, so its gradient is large: the first scales may overflow, and back off."""
+    settings = {"loss_scale": {"initial": 2.0**22, "hysteresis": 1}}
+    recipe = recipe_for(tmp_path, {"name": "reward", "center_weight": 0.1}, **settings)
+    ((*overflows, last),) = pool.run(1, one_step, recipe, "fp16")
+    ((exact,),) = pool.run(1, one_step, recipe, "fp32")
+    assert overflows and not any(map(math.isfinite, (norm for _, norm, _ in overflows)))
+    assert {loss for loss, *_ in overflows} == {last[0]}
+    assert last[:2] == pytest.approx(exact[:2], rel=5e-3)
 
 
 def in_16_bits(recipe: Recipe) -> tuple[list[float], list[float]]:

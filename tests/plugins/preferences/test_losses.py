@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import OBJECTIVES, require_plugin
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
@@ -22,6 +24,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.measures import Measures, collecting
 from shardwise.technique import SETTINGS
 from shardwise.verifier.reference import ReferenceLoss, reference_model
+from tests.harness.families import config_of
 from tests.plugins.preferences.pairs import documents, packed, padded_answers, padded_pairs
 
 LENGTH = 32
@@ -135,6 +138,69 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-14)
 
 
+def plain_balance(model: torch.nn.Module, labels: Tensor, logits: list[Tensor]) -> Tensor:
+    """Fedus et al. 2021, equations 4 to 6, of every router, over the tokens up to the last target of a row."""
+    targets = torch.arange(labels.shape[1]).expand_as(labels).where(labels >= 0, -1)
+    filled = torch.arange(labels.shape[1]) <= targets.amax(1, keepdim=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for of_router in logits:
+        rows = of_router.unflatten(0, labels.shape)[filled]
+        chosen = rows.topk(2, -1).indices
+        load = torch.stack([(chosen == expert).any(-1).double().mean() for expert in range(4)])
+        total = total + 4 * (load * rows.softmax(-1).mean(0)).sum()
+    return total
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_the_balance_loss_of_a_mixture_is_that_of_the_policys_pass(rows: str) -> None:
+    """TRL adds router_aux_loss_coef times the auxiliary loss to that of the preferences; the reference adds none."""
+    mixture = {
+        "layers": 2, "width": 32, "heads": 4, "vocab": 256, "experts": 4, "experts_per_token": 2,
+        "balance_loss": 0.3,
+    }  # fmt: skip
+    blueprint = blueprint_of(recipe("dpo", model=mixture))
+    ours, theirs, reference = (reference_model(blueprint, 0, torch.float64) for _ in range(3))
+    moved(ours)
+    moved(theirs)
+    logits: list[Tensor] = []
+    for layer in blueprint.blocks(theirs):
+        router: Any = layer.get_submodule("mlp.gate")
+        router.register_forward_hook(lambda r, given, _: logits.append(given[0] @ r.weight.t()))
+    flat = {name: tensor.flatten(0, 1) for name, tensor in padded_pairs(DOCUMENTS, LENGTH).items()}
+    p, n = sums(blueprint, theirs, flat)
+    balance = plain_balance(theirs, flat["labels"], logits)
+    with torch.no_grad():
+        r, _ = sums(blueprint, reference, flat)
+    expected = dpo(*(x.view(-1, 2).t() for x in (p, r, n))).mean() + 0.3 * balance
+    expected.backward()
+    loss = ReferenceLoss(blueprint, 0, torch.float64)
+    given = padded_pairs(DOCUMENTS, LENGTH) if rows == "padded" else packed([DOCUMENTS], 4 * LENGTH)
+    (prepared,) = loss.prepared(ours, [given])
+    total, count = loss(ours, prepared)
+    (total / count).backward()
+    torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-14)
+
+
+def test_a_mixture_of_transformers_has_transformers_auxiliary_loss(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = config_of("mixtral", vocab_size=256, output_router_logits=True, router_aux_loss_coef=0.5)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "m")
+    blueprint = blueprint_of(recipe("orpo", model={"hf": str(tmp_path / "m")}))
+    ours = reference_model(blueprint, 0, torch.float32)
+    batch = padded_pairs(DOCUMENTS, LENGTH)
+    flat = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+    filled = (flat["labels"] >= 0).flip(1).cumsum(1).flip(1) > 0
+    auxiliary = theirs(flat["input_ids"], attention_mask=filled.long()).aux_loss
+    p, n = sums(blueprint, ours, flat)
+    expected = orpo(p.view(-1, 2).t(), p, n.view(-1, 2).t()).mean() + 0.5 * auxiliary
+    total, count = ReferenceLoss(blueprint, 0, torch.float32)(ours, flat | {"present": batch["present"]})
+    assert auxiliary > 1
+    torch.testing.assert_close(total / count, expected, rtol=1e-5, atol=0)
+
+
 def test_kto_is_that_of_plain_pytorch() -> None:
     blueprint = blueprint_of(recipe({"name": "kto", "desirable_weight": 1.5}))
     ours, theirs, reference = (reference_model(blueprint, 0, torch.float64) for _ in range(3))
@@ -208,6 +274,23 @@ def test_a_padding_sample_changes_nothing(name: str) -> None:
     assert loss_b == pytest.approx(loss_a, rel=1e-12)
     assert norm_b == pytest.approx(norm_a, rel=1e-12)
     torch.testing.assert_close(sums_b, sums_a)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *({"name": name, "beta": 0} for name in ("dpo", "ipo", "simpo", "kto")),
+        {"name": "cpo", "beta": 0, "nll_weight": 0},
+        {"name": "kto", "desirable_weight": 0, "undesirable_weight": 0},
+    ],
+    ids=str,
+)
+def test_a_loss_that_does_not_depend_on_the_model_is_refused(objective: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="would not depend on the model") as refused:
+        recipe(objective)
+    assert refused.value.exit_code == 2 and "\n" not in refused.value.line()
+    recipe({"name": "cpo", "beta": 0})
+    recipe({"name": "orpo", "beta": 0})  # the likelihood alone
 
 
 def test_every_objective_has_its_module() -> None:
