@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core import heartbeat
-from shardwise.engine.run import LiveModel
-from shardwise.engine.sampling import Repeated
+from shardwise.engine.sampling import Repeated, Sampler
 from shardwise.model.plain_passes import in_evaluation
 from shardwise.plugins.serve.decoding import Reader, reader_of, rehearse_reading
 from shardwise.plugins.serve.multi_lora import BASE, Bank
@@ -52,7 +51,7 @@ class SampledTokens:
 
 
 def generate(
-    live: LiveModel,
+    live: Sampler,
     prompts: Sequence[list[int]],
     uniform: Tensor,
     ends: Sequence[int],
@@ -69,7 +68,7 @@ def generate(
 
 
 def _completed(
-    live: LiveModel, prompts: Sequence[list[int]], uniform: Tensor, ends: Sequence[int]
+    live: Sampler, prompts: Sequence[list[int]], uniform: Tensor, ends: Sequence[int]
 ) -> SampledTokens:
     (n, longest), device = uniform.shape, live.device
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
@@ -92,14 +91,15 @@ def _completed(
     return SampledTokens(tokens, logs, lengths, ended)
 
 
-def _reader(live: LiveModel) -> Reader:
-    reader = reader_of(live.blueprint, live.model, Bank(live.model, live.options.dtypes.compute))
+def _reader(live: Sampler) -> Reader:
+    no_adapters = Bank(live.model, torch.float32)
+    reader = reader_of(live.blueprint, live.model, no_adapters)
     reader.device = live.device  # the model's parameters may be in host memory
     return reader
 
 
 def rehearse(
-    live: LiveModel, rows: int, prompt: int, longest: int, temperature: float, each: Repeated
+    live: Sampler, rows: int, prompt: int, longest: int, temperature: float, each: Repeated
 ) -> None:
     """What ``generate`` allocates and computes at most, on fake tensors."""
     uniform = torch.zeros(rows, dtype=torch.float64, device=live.device)

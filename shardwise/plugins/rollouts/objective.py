@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.engine.run import Run
-from shardwise.engine.sampling import Prompts, Repeated, SamplingObjective
+from shardwise.engine.sampling import Prompts, Repeated, Sampler, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
 from shardwise.plugins.preferences.reference import REFERENCE, Referenced
 from shardwise.plugins.rollouts.generation import rehearse
@@ -86,8 +87,8 @@ class RolloutObjective(Referenced, SamplingObjective):
 
     # ---- the batches --------------------------------------------------------------------------------------
 
-    def batches(self, run: Run, prompts: Prompts) -> Rollouts:
-        return Rollouts(run, self.spec, prompts, self.rewards, self.added)
+    def batches(self, sampler: Sampler, prompts: Prompts, folder: Path | None = None) -> Rollouts:
+        return Rollouts(sampler, self.spec, prompts, self.rewards, self.added, folder)
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         """The reference's log-probabilities of a rollout."""
