@@ -98,9 +98,7 @@ def _reader(live: Sampler) -> Reader:
     return reader
 
 
-def rehearse(
-    live: Sampler, rows: int, prompt: int, longest: int, temperature: float, each: Repeated
-) -> None:
+def rehearse(live: Sampler, rows: int, prompt: int, longest: int, temperature: float, each: Repeated) -> None:
     """What ``generate`` allocates and computes at most, on fake tensors."""
     uniform = torch.zeros(rows, dtype=torch.float64, device=live.device)
     with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):

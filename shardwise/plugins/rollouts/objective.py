@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts, Repeated, Sampler, SamplingObjective
-from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, LossSum, SampleShapes
 from shardwise.plugins.preferences.reference import REFERENCE, Referenced
+from shardwise.plugins.rollouts.advantages import truncated_ratio
+from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import rehearse
 from shardwise.plugins.rollouts.rewards import rewards_of
 from shardwise.plugins.rollouts.source import OverBatches, Rollouts, RolloutSpec, Tables
@@ -55,6 +58,12 @@ class RolloutObjective(Referenced, SamplingObjective):
             asked.minibatches or 1,
         )
         self.rewards, self.beta = rewards_of(asked), asked.beta or 0.0
+        self.endpoint = None if asked.endpoint is None else Endpoint(asked.endpoint, asked.endpoint_model)
+        if self.endpoint is not None:
+            self.plan_notes = (
+                f"completions are from {self.endpoint.url}, whose weights do not follow training; its time and memory"
+                " are not in the plan",
+            )
         if self.how:
             self.values = (*self.values, REFERENCE)
         names = ("reward", *(f"reward/{name}" for name in self.rewards.names), "reward_deviation")
@@ -80,6 +89,23 @@ class RolloutObjective(Referenced, SamplingObjective):
         values = dict.fromkeys(self.values, ((data.sequence_length,), torch.float32))
         return {**shapes, **values, **self._of_rows()}
 
+    @abstractmethod
+    def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses of tokens [m, s], and the number of targets; notes the measures."""
+
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        """In evaluation it is the negated reward, which training makes small."""
+        losses, count = self.of_tokens(blueprint, model, batch)
+        if model.training:
+            return losses.where(batch["labels"] != IGNORED, 0).sum(), count
+        return -(batch["rewards"][:, 0] * batch["present"]).sum(), batch["present"].sum()
+
+    def correction(self, policy: Tensor, batch: Batch) -> Tensor:
+        """Factors of the policy's losses [m, s]: 1 where the trained weights have sampled."""
+        if self.endpoint is None:
+            return torch.ones_like(policy)
+        return truncated_ratio(policy, batch["sampled"])
+
     def log_probabilities(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Of the labels, at the temperature of sampling: [m, s]."""
         with tempered(blueprint.output(model), self.spec.temperature):
@@ -88,7 +114,7 @@ class RolloutObjective(Referenced, SamplingObjective):
     # ---- the batches --------------------------------------------------------------------------------------
 
     def batches(self, sampler: Sampler, prompts: Prompts, folder: Path | None = None) -> Rollouts:
-        return Rollouts(sampler, self.spec, prompts, self.rewards, self.added, folder)
+        return Rollouts(sampler, self.spec, prompts, self.rewards, self.added, self.endpoint, folder)
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         """The reference's log-probabilities of a rollout."""
@@ -107,7 +133,8 @@ class RolloutObjective(Referenced, SamplingObjective):
             return repeated(times / spec.steps)
 
         rows, prompt = -(-spec.size // run.data_degree), spec.length - spec.completion
-        rehearse(run, rows, prompt, spec.completion, spec.temperature, each)
+        if self.endpoint is None:
+            rehearse(run, rows, prompt, spec.completion, spec.temperature, each)
         with each(run.context.micro_batches * spec.minibatches):
             for compute in self.passes():
                 compute(run.passes, [batch])

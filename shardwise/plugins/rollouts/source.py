@@ -28,6 +28,7 @@ from shardwise.data.batches import deal
 from shardwise.engine.phase import phase
 from shardwise.engine.sampling import Prompts, Sampler
 from shardwise.model.blueprint import Batch, ForwardOnly
+from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import SampledTokens, generate
 from shardwise.plugins.rollouts.rewards import Rewards
 from shardwise.plugins.serve.sampling import uniforms
@@ -111,6 +112,7 @@ class Rollouts:
     prompts: Prompts
     rewards: Rewards
     added: Callable[[Rollouts, Tables], Tables]
+    endpoint: Endpoint | None = None
     folder: Path | None = None
     _kept: dict[int, Tables] = field(default_factory=dict, init=False)
 
@@ -132,8 +134,8 @@ class Rollouts:
 
     @property
     def validation_sets(self) -> list[str]:
-        """Sets of held-out prompts."""
-        return self.prompts.validation_sets
+        """Sets of held-out prompts; none for an endpoint, whose rewards do not tell what is learned."""
+        return self.prompts.validation_sets if self.endpoint is None else []
 
     def validation(self, name: str = "") -> list[Batch]:
         """Completions of held-out prompts by the weights of the moment, sampled as in training."""
@@ -190,9 +192,14 @@ class Rollouts:
         own = [min(row, size - 1) for row in range(first, first + share)]
         asked = [prompts[row // spec.group] for row in own]
         texts = [list(map(int, prompt["prompt"])) for prompt in asked]
-        noise = uniforms(spec.seed, number, [divmod(row, spec.group) for row in own], spec.completion)
-        done = generate(run, texts, noise, sorted(self.prompts.tokenizer.ends), spec.temperature)
+        samples, ends = [divmod(row, spec.group) for row in own], sorted(self.prompts.tokenizer.ends)
         count = len(own) if run.leads else 0  # the other ranks of this share have the same completions
+        if self.endpoint is None:
+            noise = uniforms(spec.seed, number, samples, spec.completion)
+            done = generate(run, texts, noise, ends, spec.temperature)
+        else:
+            seeds = [(spec.seed, number, *sample) for sample in samples[:count]]
+            done = self.endpoint.completions(texts[:count], seeds, spec.completion, ends, spec.temperature)
         own, rewards = own[:count], self._rewarded(asked[:count], done)
         tables = {**laid_out(texts[:count], done, spec.length), "rewards": rewards}
         tables = {name: self._shared(table, own, size) for name, table in tables.items()}
