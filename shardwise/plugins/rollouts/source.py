@@ -30,7 +30,7 @@ from shardwise.engine.sampling import Prompts, Sampler
 from shardwise.model.blueprint import Batch, ForwardOnly
 from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import SampledTokens, generate
-from shardwise.plugins.rollouts.rewards import Rewards
+from shardwise.plugins.rollouts.rewards import Completions, Rewards
 from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
 from shardwise.runtime.parallel.vocabulary import IGNORED
@@ -215,15 +215,12 @@ class Rollouts:
         """The rewards of the first completions, to these prompts."""
         if not prompts:
             return torch.empty(0, 1 + len(self.rewards.rewards), dtype=torch.float64)
-        tokenizer, lengths = self.prompts.tokenizer, done.lengths.tolist()
-        completions = [
-            tokenizer.decode([token for token in tokens[:length] if token < tokenizer.vocab])
-            for tokens, length, _ in zip(done.tokens.tolist(), lengths, prompts, strict=False)
-        ]
+        lengths, count = done.lengths.tolist(), len(prompts)
+        tokens = [own[:length] for own, length in zip(done.tokens[:count].tolist(), lengths, strict=False)]
         names = [name for name in prompts[0]["fields"] if name != "prompt"]
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
-        texts = [tokenizer.decode(prompt["prompt"]) for prompt in prompts]
-        return self.rewards.of(texts, completions, fields)
+        given = [prompt["prompt"] for prompt in prompts]
+        return self.rewards.of(Completions(given, tokens, fields, self.prompts.tokenizer))
 
     def _shared(self, own: Tensor, rows: Sequence[int], size: int) -> Tensor:
         """The table of all ``size`` rows, in host memory, from every rank's ``rows`` of it."""
