@@ -85,6 +85,7 @@ class TrainingObjective(ABC):
         measures: names of the measures that ``loss`` notes (``runtime/measures.py``).
         per_token, per_sample: names of further tensors of its batches: [b, s], one value for each token, and others.
         whole_step: whether ``before_step`` is to be called.
+        cancels: whether terms of its loss cancel each other, so that the rest may be rounding error alone.
         plan_notes: sentences for the plan.
     """
 
@@ -92,6 +93,7 @@ class TrainingObjective(ABC):
     per_token: frozenset[str] = frozenset()
     per_sample: frozenset[str] = frozenset()
     whole_step: bool = False
+    cancels: bool = False
     plan_notes: tuple[str, ...] = ()
 
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:

@@ -187,8 +187,9 @@ def run_strategy(
     apart = {n: d for n, d in parameter_differences(run, folder / _WEIGHTS_FILE).items() if n not in ignored}
     worst = max(apart, key=lambda name: apart[name], default="")
     precision, inside = precision_of(strategy), bool(left["rounds_to_fp32"])
+    cancels = run.objective.cancels  # then the gradient has the size of the terms, and the loss has not
     return Verdict(
-        max(relative(ours.loss, theirs.loss) for ours, theirs in pairs),
+        max(relative(ours.loss, theirs.loss, theirs.grad_norm * cancels) for ours, theirs in pairs),
         max(relative(ours.grad_norm, theirs.grad_norm) for ours, theirs in pairs),
         apart.get(worst, 0.0),
         worst,

@@ -35,6 +35,7 @@ class RolloutObjective(Referenced, SamplingObjective):
     """
 
     values: tuple[str, ...] = ("sampled", "advantages")
+    cancels = True
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)

@@ -11,8 +11,8 @@ from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"beta": 0.2}, {"zero_stage": 3, "precision": "fp64"}, {"beta": 0.21}),
-    "rloo": ({"mask_truncated": False}, {"tensor_parallel": 2, "precision": "fp32"}, {"normalise": "length"}),
-    "ppo": ({"epochs": 2, "minibatches": 2}, {"zero_stage": 3, "precision": "bf16"}, {"trace_decay": 0.5}),
+    "rloo": ({"mask_truncated": False}, {"tensor_parallel": 2, "precision": "fp32"}, {"temperature": 1.1}),
+    "ppo": ({"epochs": 2}, {"zero_stage": 3, "precision": "bf16"}, {"trace_decay": 0.5}),
 }
 
 
@@ -23,7 +23,7 @@ def test_a_strategy_trains_as_the_plain_process_and_another_loss_does_not(pool: 
         folder = tmp_path / name
         folder.mkdir()
         strategy = {"micro_batch_size": 2, **settings}
-        values = {"optimizer": {"learning_rate": 1e-3, "clip_norm": None}}
+        values = {"optimizer": {"learning_rate": 1e-3, "clip_norm": None}, "steps": 2}
         right.append((rollout_recipe(source, name, keys, **values), strategy, folder))
         wrong.append((rollout_recipe(source, name, {**keys, **other}, **values), strategy, folder))
     pool.run(1, plain_rank, right)
