@@ -64,6 +64,9 @@ def _rewards(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
     if spec.reward_weights is not None and len(spec.reward_weights) != len(spec.rewards or ()):
         why = f"there are {len(spec.rewards or ())} rewards and {len(spec.reward_weights)} weights"
         yield Complaint(("objective", "reward_weights"), "every reward needs a weight", why)
+    if recipe.data.packing:
+        fix = "remove it: completions have rows of their own"
+        yield Complaint(("data", "packing"), "packing cannot be set here", "it is of given records", fix)
     yield from _endpoint(recipe, spec)
     group, length = spec.group or 1, spec.completion_length
     if recipe.batch_size % group:

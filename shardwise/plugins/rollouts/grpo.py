@@ -47,7 +47,7 @@ class GroupPolicyGradient(RolloutObjective):
 
     def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         policy, valid = self.log_probabilities(blueprint, model, batch), batch["labels"] != IGNORED
-        losses = policy_loss(policy, batch["advantages"]) * self.correction(policy, batch)
+        losses = self.corrected(policy_loss(policy, batch["advantages"]), policy, batch)
         if self.how:
             divergence = kl_divergence(policy, batch[REFERENCE])
             losses = losses + self.beta * divergence

@@ -77,7 +77,7 @@ class PPO(RolloutObjective):
         policy, state = self._both(blueprint, model, batch).unbind(1)
         given, valid = (policy, batch[OLD], batch["advantages"], self._epsilon), batch["labels"] != IGNORED
         errors = clipped_value_loss(state, batch[STATE], batch[RETURNS], self._value_epsilon)
-        losses = clipped_loss(*given) * self.correction(batch[OLD], batch) + self._value_weight * errors
+        losses = self.corrected(clipped_loss(*given), batch[OLD], batch) + self._value_weight * errors
         self.note_rollout(batch, batch[OLD])
         noted = {"clipped": clipped_share(*given), "value_error": errors}
         if self.how:

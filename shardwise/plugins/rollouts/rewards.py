@@ -68,20 +68,17 @@ class NamedReward:
             raise RecipeError("a reward function returns one number per completion", where=where, why=why)
         for value, prompt, completion in zip(values, *given.texts, strict=True):
             if not _is_finite(value):
-                raise RecipeError(
-                    f"a reward is {value!r}",
-                    where=where,
-                    why=f"of the completion {shorten(completion, 60)!r} to {shorten(prompt, 60)!r}",
-                    fix="return a finite number for every completion",
-                )
+                why = f"of the completion {shorten(completion, 60)!r} to {shorten(prompt, 60)!r}"
+                fix = "return a finite number for every completion"
+                raise RecipeError(f"a reward is {value!r}", where=where, why=why, fix=fix)
         return [float(value) for value in values]
 
 
+@dataclass(frozen=True)
 class Rewards:
     """The rewards of a recipe."""
 
-    def __init__(self, rewards: Sequence[NamedReward]) -> None:
-        self.rewards = rewards
+    rewards: Sequence[NamedReward]
 
     @property
     def names(self) -> list[str]:
@@ -100,10 +97,8 @@ def rewards_of(spec: ObjectiveSpec) -> Rewards:
     """The rewards that a recipe names. Raises RecipeError if one cannot be imported or opened."""
     named = spec.rewards or ()
     weights = spec.reward_weights or (1.0,) * len(named)
-    rewards = [
-        NamedReward(name, weight, _of_function(resolve(name, "objective.rewards")))
-        for name, weight in zip(named, weights, strict=True)
-    ]
+    functions = [_of_function(resolve(name, "objective.rewards")) for name in named]
+    rewards = list(map(NamedReward, named, weights, functions))
     if spec.reward_model is not None:
         rewards.append(NamedReward(spec.reward_model, 1.0, _of_model(spec.reward_model), "reward_model"))
     return Rewards(rewards)

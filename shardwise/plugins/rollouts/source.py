@@ -14,7 +14,7 @@ Training reads the sampled ids themselves; no text is tokenized again. A row is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from shardwise.engine.phase import phase
 from shardwise.engine.sampling import Prompts, Sampler
 from shardwise.model.blueprint import Batch, ForwardOnly
 from shardwise.plugins.rollouts.endpoint import Endpoint
-from shardwise.plugins.rollouts.generation import SampledTokens, generate
+from shardwise.plugins.rollouts.generation import Completion, generate
 from shardwise.plugins.rollouts.rewards import Completions, Rewards
 from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
@@ -143,7 +143,9 @@ class Rollouts:
         batches = []
         for first in range(0, len(records), most):  # no more completions at once than in a rollout
             tables = self._completed(records[first : first + most], HELD_OUT + first)
-            batches += self.micro_batches(tables, range(len(tables["labels"])))
+            batches += self.micro_batches(
+                {**tables, **self.added(self, tables)}, range(len(tables["labels"]))
+            )
         return batches
 
     def micro_batches(self, tables: Tables, rows: Sequence[int]) -> list[Batch]:
@@ -177,12 +179,13 @@ class Rollouts:
         file = self.folder and self.folder / f"rollout-{number}.safetensors"
         if file is not None and file.exists():
             tables = load_file(file)
-            return {**tables, **self.added(self, tables)}
-        return self._completed(self.prompts.records(number * self.unit), number, file)
+        else:
+            tables = self._completed(self.prompts.records(number * self.unit), number)
+            if file is not None:
+                save_file(tables, file)
+        return {**tables, **self.added(self, tables)}
 
-    def _completed(
-        self, prompts: Sequence[Mapping[str, Any]], number: int, file: Path | None = None
-    ) -> Tables:
+    def _completed(self, prompts: Sequence[Mapping[str, Any]], number: int) -> Tables:
         """The tables of completions of prompts; ``number`` of the rollout is for random numbers."""
         run, spec = self.run, self.spec
         size = len(prompts) * spec.group
@@ -192,34 +195,30 @@ class Rollouts:
         own = [min(row, size - 1) for row in range(first, first + share)]
         asked = [prompts[row // spec.group] for row in own]
         texts = [list(map(int, prompt["prompt"])) for prompt in asked]
-        samples, ends = [divmod(row, spec.group) for row in own], sorted(self.prompts.tokenizer.ends)
+        samples, cuts = [divmod(row, spec.group) for row in own], self.prompts.tokenizer
         count = len(own) if run.leads else 0  # the other ranks of this share have the same completions
         if self.endpoint is None:
             noise = uniforms(spec.seed, number, samples, spec.completion)
-            done = generate(run, texts, noise, ends, spec.temperature)
+            done = generate(run, texts, noise, sorted(cuts.ends), spec.temperature)
         else:
             seeds = [(spec.seed, number, *sample) for sample in samples[:count]]
-            done = self.endpoint.completions(texts[:count], seeds, spec.completion, ends, spec.temperature)
+            done = self.endpoint.completions(texts[:count], seeds, spec.completion, cuts, spec.temperature)
         own, rewards = own[:count], self._rewarded(asked[:count], done)
-        tables = {**laid_out(texts[:count], done, spec.length), "rewards": rewards}
+        tables = {**laid_out(texts[:count], done, cuts.ends, spec.length), "rewards": rewards}
         tables = {name: self._shared(table, own, size) for name, table in tables.items()}
         groups = tables["rewards"][:, 0].unflatten(0, (-1, spec.group))
         tables["deviation"] = groups.std(1, correction=0).repeat_interleave(spec.group)
         if spec.mask_truncated:
             tables["labels"][tables["ended"] == 0] = IGNORED
-        if file is not None:
-            save_file(tables, file)
-        return {**tables, **self.added(self, tables)}
+        return tables
 
-    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: SampledTokens) -> Tensor:
+    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: Sequence[Completion]) -> Tensor:
         """The rewards of the first completions, to these prompts."""
         if not prompts:
             return torch.empty(0, 1 + len(self.rewards.rewards), dtype=torch.float64)
-        lengths, count = done.lengths.tolist(), len(prompts)
-        tokens = [own[:length] for own, length in zip(done.tokens[:count].tolist(), lengths, strict=False)]
         names = [name for name in prompts[0]["fields"] if name != "prompt"]
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
-        given = [prompt["prompt"] for prompt in prompts]
+        given, tokens = [prompt["prompt"] for prompt in prompts], [own.tokens for own in done[: len(prompts)]]
         return self.rewards.of(Completions(given, tokens, fields, self.prompts.tokenizer))
 
     def _shared(self, own: Tensor, rows: Sequence[int], size: int) -> Tensor:
@@ -232,18 +231,17 @@ class Rollouts:
         return whole.cpu()
 
 
-def laid_out(prompts: Sequence[list[int]], done: SampledTokens, length: int) -> Tables:
+def laid_out(
+    prompts: Sequence[list[int]], done: Sequence[Completion], ends: Collection[int], length: int
+) -> Tables:
     """Rows of prompts and their completions, the first ones: the first five of ``Tables``."""
-    n = len(prompts)
-    ids = torch.zeros(n, length, dtype=torch.int64)
-    labels = torch.full((n, length), IGNORED)
-    sampled = torch.zeros(n, length, dtype=done.log_probabilities.dtype)
-    tokens, logs, lengths = done.tokens.cpu(), done.log_probabilities.cpu(), done.lengths[:n].cpu()
-    for row, prompt in enumerate(prompts):
-        count, start = int(lengths[row]), len(prompt)
-        ids[row, :start] = torch.tensor(prompt)
-        ids[row, start : start + count] = tokens[row, :count]
-        labels[row, start - 1 : start - 1 + count] = tokens[row, :count]
-        sampled[row, start - 1 : start - 1 + count] = logs[row, :count]
-    ended = done.ended[:n].cpu().long()
+    n, kind = len(prompts), done[0].log_probabilities.dtype if done else torch.float32
+    ids, labels = torch.zeros(n, length, dtype=torch.int64), torch.full((n, length), IGNORED)
+    sampled, lengths = torch.zeros(n, length, dtype=kind), torch.zeros(n, dtype=torch.int64)
+    ended = torch.zeros(n, dtype=torch.int64)
+    for row, (prompt, (tokens, logs)) in enumerate(zip(prompts, done, strict=False)):
+        targets = slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+        ids[row, : targets.stop + 1] = torch.tensor([*prompt, *tokens])
+        labels[row, targets], sampled[row, targets] = torch.tensor(tokens), logs
+        lengths[row], ended[row] = len(tokens), tokens[-1] in ends
     return {"input_ids": ids, "labels": labels, "sampled": sampled, "lengths": lengths, "ended": ended}

@@ -21,7 +21,7 @@ from shardwise.plugins.rollouts import endpoint
 from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.technique import strategy_from
 from tests.harness.pool import Pool
-from tests.plugins.rollouts.rollout_runs import EXACT, gradients, prompts, rollout_recipe, tables
+from tests.plugins.rollouts.rollout_runs import EXACT, ManyEnds, gradients, prompts, rollout_recipe, tables
 from tests.plugins.rollouts.test_objectives import completions, plain_log_probabilities, plain_model
 from tests.plugins.rollouts.test_training import UNIT, curve, train
 
@@ -121,11 +121,11 @@ def test_the_tokens_are_the_servers_and_none_is_asked_twice(pool: Pool, source: 
 
 
 def test_ids_may_be_names_of_tokens(source: Path, server: Server) -> None:
-    asked = ([[65, 66]], [(0, 1)], 6, range(16), 1.0)
-    first = Endpoint(server.url, None).completions(*asked)
+    asked = ([[65, 66]], [(0, 1)], 6, ManyEnds(), 1.0)
+    [first] = Endpoint(server.url, None).completions(*asked)
     server.answer = with_names
-    second = Endpoint(server.url, None).completions(*asked)
-    assert torch.equal(first.tokens, second.tokens)
+    [second] = Endpoint(server.url, None).completions(*asked)
+    assert first.tokens == second.tokens
     assert torch.equal(first.log_probabilities, second.log_probabilities)
 
 
@@ -169,6 +169,11 @@ FAULTS = [
     (without_ids, "returns no token ids .*: serve with vLLM.*text is not tokenized again"),
     (cut_short, "cut short .*: it has 1 of 6 tokens, and none of .* at its end"),
     (without_a_log, "wrong answer .*: ValueError: 2 ids and 1 log-probabilities of at most 6"),
+    (
+        lambda request: {**with_ids(request), "prompt_token_ids": [1, 65, 66]},
+        "the prompt has other tokens there",
+    ),
+    (lambda request: {"token_ids": [256, 3], "logprobs": {"token_logprobs": [-1, -1]}}, "wrong answer"),
     (lambda request: {"text": "a"}, "wrong answer .*: KeyError: 'logprobs'"),
 ]
 
@@ -177,12 +182,12 @@ FAULTS = [
 def test_an_answer_without_exact_tokens_is_refused(answer: Any, line: str, server: Server) -> None:
     server.answer = answer
     with pytest.raises(DataError, match=line) as caught:
-        Endpoint(server.url, None).completions([[65, 66]], [(0, 1)], 6, range(16), 1.0)
+        Endpoint(server.url, None).completions([[65, 66]], [(0, 1)], 6, ManyEnds(), 1.0)
     assert caught.value.where == f"objective.endpoint: {server.url}"
 
 
 def test_a_server_that_does_not_answer_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ([[65, 66]], [(0, 1)], 6, range(16), 1.0)
+    asked = ([[65, 66]], [(0, 1)], 6, ManyEnds(), 1.0)
     done = threading.Event()
     server.answer = lambda request: {"waited": done.wait(5)}
     monkeypatch.setattr(endpoint, "ANSWER_SECONDS", 0.1)
