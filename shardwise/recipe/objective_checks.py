@@ -96,8 +96,8 @@ def _endpoint(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
     """The server has an address, and what only the trained weights' completions tell is not asked for."""
     if spec.endpoint is None:
         if spec.endpoint_model is not None:
-            path = ("objective", "endpoint_model")
-            yield Complaint(path, "endpoint_model cannot be set here", "there is no endpoint", "remove it")
+            what, why = "endpoint_model cannot be set here", "there is no endpoint"
+            yield Complaint(("objective", "endpoint_model"), what, why, "remove it")
         return
     if not spec.endpoint.startswith(("http://", "https://")):
         fix = "for example write http://localhost:8000/v1"
