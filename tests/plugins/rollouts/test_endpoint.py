@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,11 @@ class Server:
                 outer.requests.append({"path": self.path, **request})
                 broken = 0 <= outer.fails_after < len(outer.requests)
                 body = b"no memory" if broken else json.dumps({"choices": [outer.answer(request)]}).encode()
-                self.send_response(500 if broken else 200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                with suppress(OSError):  # the client waits no longer
+                    self.send_response(500 if broken else 200)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def log_message(self, *_: Any) -> None: ...
 
