@@ -76,12 +76,12 @@ def run_rank(
 def _run_references(folder: Path) -> None:
     """Train what ``verify`` compares with."""
     recipe, plan = read_job(folder)
-    if not rounds_more(recipe, plan.strategy):
-        run_reference(recipe, plan.strategy, folder)
-        return
+    strategy = plan.strategy
     with join(kind_named(plan.device).torch_type) as world:
-        run_plain(recipe, plan.strategy, folder, world.device)
-    run_reference(*exactly(recipe, plan.strategy)[:2], folder)
+        if rounds_more(recipe, strategy):
+            run_plain(recipe, strategy, folder, world.device)
+            recipe, strategy, _ = exactly(recipe, strategy)
+        run_reference(recipe, strategy, folder)
 
 
 def _run(verb: str, folder: Path, world: World, exact_memory: bool) -> None:

@@ -91,6 +91,10 @@ class Data:
         """The samples of optimizer step `step`, which do not stack into a batch."""
         return [self._train.sample(index) for index in self.samples(step)]
 
+    def held_out_records(self, name: str = OWN_SET) -> list[Sample]:
+        """The samples of an evaluation of a set, which do not stack into a batch."""
+        return [self._sets[name].sample(index) for index in self._evaluated(0, name)]
+
     def cursor(self, step: int) -> tuple[str, ...]:
         """The state before optimizer step `step`, for a checkpoint; empty if seed and step say everything."""
         return self._train.cursor(step * self._batch_size)

@@ -100,6 +100,8 @@ def _site(context: Context, trained: bool = True) -> Site:
     for technique in ORDER:
         if trained or technique.on_frozen:
             technique.apply(site)
+    if trained:
+        site.hints.note(*site.objective.plan_notes)
     blueprint.compute_in(site.view.model, site.options.dtypes.compute)
     return site
 

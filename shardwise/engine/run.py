@@ -103,6 +103,11 @@ class LiveModel:
         """The number of shares of the batch."""
         return self.layout.data_degree
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the ranks that read the same share of the batch."""
+        return self.layout.number(dist.get_rank(), lambda axis: not axis.samples) == 0
+
     def local_batch(self, batch: Batch) -> Batch:
         """The part of a micro-batch of this rank's share that its model runs on."""
         batch = self.objective.rows(batch)

@@ -9,10 +9,54 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
+from shardwise.core.strategy import Strategy
 from shardwise.engine.run import Run
-from shardwise.model.blueprint import Batch, TrainingObjective
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, TrainingObjective
+
+
+class Sampler(Protocol):
+    """What samples completions and computes on them: a rank of a run, or one plain process.
+
+    Attributes:
+        data_rank, data_degree: the share of the batch, and the number of shares.
+        leads: whether this is the first of the ranks that read the same share.
+    """
+
+    @property
+    def objective(self) -> TrainingObjective: ...
+
+    @property
+    def blueprint(self) -> Blueprint: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def passes(self) -> ForwardOnly: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def strategy(self) -> Strategy: ...
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def data_degree(self) -> int: ...
+
+    @property
+    def leads(self) -> bool: ...
+
+    def local_batch(self, batch: Batch) -> Batch:
+        """The part of a micro-batch of this share that the model runs on."""
 
 
 class Prompts(Protocol):
@@ -22,6 +66,13 @@ class Prompts(Protocol):
 
     def records(self, step: int) -> Sequence[Mapping[str, Any]]:
         """The prompts of a position: ``prompt`` (tokens) and ``fields`` (the record)."""
+
+    @property
+    def validation_sets(self) -> list[str]:
+        """The names of the sets of prompts that are not trained on."""
+
+    def held_out_records(self, name: str) -> Sequence[Mapping[str, Any]]:
+        """The prompts of such a set."""
 
 
 class PositionedBatches(Protocol):
@@ -52,8 +103,12 @@ class SamplingObjective(TrainingObjective):
     """An objective with batches of its own."""
 
     @abstractmethod
-    def batches(self, run: Run, prompts: Prompts) -> PositionedBatches:
-        """In the place of the batches of the data."""
+    def batches(self, sampler: Sampler, prompts: Prompts, folder: Path | None = None) -> PositionedBatches:
+        """In the place of the batches of the data.
+
+        Args:
+            folder: of rollouts that several runs train on: those in it are read, and others are written to it.
+        """
 
     @abstractmethod
     def rehearse(self, run: Run, batch: Batch, repeated: Repeated) -> None:

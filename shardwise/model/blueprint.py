@@ -85,12 +85,16 @@ class TrainingObjective(ABC):
         measures: names of the measures that ``loss`` notes (``runtime/measures.py``).
         per_token, per_sample: names of further tensors of its batches: [b, s], one value for each token, and others.
         whole_step: whether ``before_step`` is to be called.
+        cancels: whether terms of its loss cancel each other, so that the rest may be rounding error alone.
+        plan_notes: sentences for the plan.
     """
 
     measures: tuple[str, ...] = ()
     per_token: frozenset[str] = frozenset()
     per_sample: frozenset[str] = frozenset()
     whole_step: bool = False
+    cancels: bool = False
+    plan_notes: tuple[str, ...] = ()
 
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
         """Shapes and dtypes of one of its samples, from those of the model's own."""

@@ -21,7 +21,8 @@ Weight: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
 
 _ROLLOUTS = {
     "rewards": (), "reward_weights": None, "reward_model": None, "group": 8, "completion_length": None,
-    "temperature": 1.0, "mask_truncated": True, "beta": 0.0, "reference_quantize": "none",
+    "temperature": 1.0, "mask_truncated": True, "beta": 0.0, "reference_quantize": "none", "endpoint": None,
+    "endpoint_model": None,
 }  # fmt: skip
 READ: Mapping[str, Mapping[str, Any]] = {
     "dpo": {
@@ -100,6 +101,11 @@ class ObjectiveSpec(Section):
     """most tokens of a completion; null is half of data.sequence_length. Prompts get the rest"""
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
     """of sampling; the trained probabilities have the same"""
+    endpoint: RecipeText | None = None
+    """URL of a server that speaks OpenAI's completions and returns token ids, such as http://localhost:8000/v1 of vLLM:
+    it samples, and its weights do not follow training. null samples from the trained weights"""
+    endpoint_model: RecipeText | None = None
+    """name of the model that the endpoint serves; null is its only one"""
     mask_truncated: bool | None = None
     """whether a completion that has not ended within completion_length trains nothing"""
     scale_rewards: bool | None = None

@@ -74,6 +74,10 @@ def _rewards(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
     if spec.reward_weights is not None and len(spec.reward_weights) != len(spec.rewards or ()):
         why = f"there are {len(spec.rewards or ())} rewards and {len(spec.reward_weights)} weights"
         yield Complaint(("objective", "reward_weights"), "every reward needs a weight", why)
+    if recipe.data.packing:
+        fix = "remove it: completions have rows of their own"
+        yield Complaint(("data", "packing"), "packing cannot be set here", "it is of given records", fix)
+    yield from _endpoint(recipe, spec)
     group, length = spec.group or 1, spec.completion_length
     if recipe.batch_size % group:
         why = f"batch_size is {recipe.batch_size}, and every prompt has {group} completions"
@@ -96,3 +100,24 @@ def _rewards(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
     if length is not None and length >= recipe.data.sequence_length:
         why = f"data.sequence_length is {recipe.data.sequence_length}, and the prompt needs a part of it"
         yield Complaint(("objective", "completion_length"), "completion_length is too long", why, "lower it")
+
+
+def _endpoint(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
+    """The server has an address, and what only the trained weights' completions tell is not asked for."""
+    if spec.endpoint is None:
+        if spec.endpoint_model is not None:
+            what, why = "endpoint_model cannot be set here", "there is no endpoint"
+            yield Complaint(("objective", "endpoint_model"), what, why, "remove it")
+        return
+    if not spec.endpoint.startswith(("http://", "https://")):
+        fix = "for example write http://localhost:8000/v1"
+        yield Complaint(("objective", "endpoint"), "endpoint is not a URL", f"it is {spec.endpoint}", fix)
+    asked: dict[KeyPath, object] = {
+        ("evaluation", "every"): recipe.evaluation.every,
+        ("evaluation", "sets"): recipe.evaluation.sets,
+        ("checkpoint", "best"): recipe.checkpoint.best,
+    }
+    for path, value in asked.items():
+        if value:
+            why = "the weights of objective.endpoint do not follow training, so held-out rewards tell nothing"
+            yield Complaint(path, f"{path[-1]} cannot be set here", why, "remove it")

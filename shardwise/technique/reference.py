@@ -21,7 +21,7 @@ from shardwise.technique.base import Wrapping
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.sequence import SEQUENCE_PARALLEL
 from shardwise.technique.site import Site
-from shardwise.technique.tensor import TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL
+from shardwise.technique.tensor import TENSOR_PARALLEL
 
 REFERENCE: Setting[str] = Setting(
     "reference",
@@ -43,10 +43,10 @@ def _generates(case: Case) -> bool:
     return case.recipe.samples == "prompts"
 
 
-def _generated(key: str, broken: Callable[[Case], bool], value: object) -> Rule:
+def _generated(key: str, broken: Callable[[Case], bool]) -> Rule:
     """A layout in which no completions are generated, one token after the other."""
-    reason = "generation reads one token after the other, which is not divided over ranks"
-    return Rule(key, reason, lambda case: _generates(case) and broken(case), lambda case: {key: value})
+    reason = "completions are generated and scored by ranks that run whole sequences through all blocks"
+    return Rule(key, reason, lambda case: _generates(case) and broken(case), lambda case: {key: 1})
 
 
 def _in_stages(case: Case) -> bool:
@@ -68,11 +68,8 @@ def _resolved(case: Case) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    _generated("pipeline_parallel", _in_stages, 1),
-    _generated("sequence_parallel", lambda case: case.strategy[SEQUENCE_PARALLEL] > 1, 1),
-    _generated(
-        "tensor_sequence_parallel", lambda case: case.strategy[TENSOR_SEQUENCE_PARALLEL] != "none", "none"
-    ),
+    _generated("pipeline_parallel", _in_stages),
+    _generated("sequence_parallel", lambda case: case.strategy[SEQUENCE_PARALLEL] > 1),
     Rule(
         key="reference",
         reason="the objective compares with no reference",

@@ -151,6 +151,10 @@ RULES: tuple[Rule, ...] = (
         lambda case: _shares(case) and case.recipe.data.sequence_length % _sequence_ranks(case) != 0,
     ),
     _without_shares(
+        "completions are generated one token after the other, and a token has no shares",
+        lambda case: _shares(case) and case.recipe.samples == "prompts",
+    ),
+    _without_shares(
         "blocks of transformers read the length of the sequence off what would be a share of it",
         lambda case: _shares(case) and case.recipe.model.hf is not None,
     ),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.core.errors import RecipeError
 from shardwise.data import Data
-from shardwise.engine.run import Run
-from shardwise.engine.sampling import PositionedBatches, SamplingObjective
+from shardwise.engine.sampling import PositionedBatches, Sampler, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.runtime.offload.host import to_device
 from shardwise.technique import MICRO_BATCH_SIZE
@@ -19,7 +19,7 @@ class RankBatches:
 
     unit = 1
 
-    def __init__(self, data: Data, run: Run) -> None:
+    def __init__(self, data: Data, run: Sampler) -> None:
         self._data, self._run = data, run
         self._share = run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]
 
@@ -46,12 +46,11 @@ class RankBatches:
         return [{key: to_device(value, device) for key, value in batch.items()} for batch in batches]
 
 
-def batches_of(data: Data, run: Run) -> PositionedBatches:
-    """The batches of the data, or those that the model samples itself."""
-    objective = run.objective
-    return (
-        objective.batches(run, data) if isinstance(objective, SamplingObjective) else RankBatches(data, run)
-    )
+def batches_of(data: Data, run: Sampler, folder: Path | None = None) -> PositionedBatches:
+    """The batches of the data, or those that the model samples itself; ``folder`` is of rollouts that runs share."""
+    if isinstance(run.objective, SamplingObjective):
+        return run.objective.batches(run, data, folder)
+    return RankBatches(data, run)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,14 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.torch_private import tree_map_only
 from shardwise.technique import Digits, digits_of
-from shardwise.verifier.reference import PlainOptimizer, ReferenceLoss, clip, norm_of, reference_model
+from shardwise.verifier.reference import (
+    PlainOptimizer,
+    PlainRank,
+    ReferenceLoss,
+    clip,
+    norm_of,
+    reference_model,
+)
 from shardwise.verifier.router_bias import PlainRouterBiases
 from shardwise.verifier.textbook import PlainLossScale, PlainNormLimit
 from shardwise.verifier.verdict import TrainedStep
@@ -130,6 +137,10 @@ class MixedPrecision:
         if self._scale is not None:
             self._scale.update(skipped)
         return TrainedStep(result.loss, float(result.norm), skipped)
+
+    def rank(self, strategy: Strategy) -> PlainRank:
+        """What its batches are made for."""
+        return PlainRank(self._loss.passes(self._model), strategy, self._device)
 
     @property
     def loss_scale(self) -> float:

@@ -29,7 +29,8 @@ from shardwise.data import open_data
 from shardwise.engine.seeding import seed_step
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, digits_of
+from shardwise.technique import digits_of
+from shardwise.trainer.batches import batches_of
 from shardwise.verifier.comparison import inner_products
 from shardwise.verifier.dropout import without_dropout
 from shardwise.verifier.mixed_precision import COMPUTE_DTYPES, FirstGradients, MixedPrecision
@@ -60,10 +61,11 @@ def run_plain(
 
     def trained(number: int, steps: int, scale: float | None = None) -> _PlainRun:
         run, seen = MixedPrecision(recipe, blueprint, strategy, device, number), []
+        source = batches_of(data, run.rank(strategy), folder)
         start = run.weights()
         for index in range(-1, steps):
             seed_step(recipe.seed, max(0, index), 0)
-            batches = data.micro_batches(max(0, index), 0, 1, strategy[MICRO_BATCH_SIZE])
+            batches = source.at(max(0, index))
             if index < 0:
                 first = run.gradients(batches, scale or run.loss_scale)
             else:

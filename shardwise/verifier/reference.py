@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.strategy import Strategy
 from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, loss_of
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, TrainingObjective, loss_of
 from shardwise.model.plain_passes import PlainPasses
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import OptimizerSpec, Recipe
@@ -63,12 +64,44 @@ class ReferenceLoss:
             for role, other in blueprint.minimises.frozen_models().items()
         }
 
+    def passes(self, model: nn.Module) -> PlainPasses:
+        """Passes of these models without gradients."""
+        return PlainPasses(self._blueprint, model, self._frozen)
+
     def prepared(self, model: nn.Module, batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step with what the loss needs of all of them."""
-        return PlainPasses(self._blueprint, model, self._frozen).prepared(batches)
+        return self.passes(model).prepared(batches)
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         return loss_of(self._blueprint.minimises, self._blueprint, model, self._frozen, batch)
+
+
+@dataclass(frozen=True)
+class PlainRank:
+    """One plain process in the place of a rank: what its batches are made for (engine/sampling.py, ``Sampler``)."""
+
+    passes: PlainPasses
+    strategy: Strategy
+    device: torch.device
+
+    data_rank: ClassVar[int] = 0
+    data_degree: ClassVar[int] = 1
+    leads: ClassVar[bool] = True
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self.passes.blueprint
+
+    @property
+    def objective(self) -> TrainingObjective:
+        return self.blueprint.minimises
+
+    @property
+    def model(self) -> nn.Module:
+        return self.passes.model
+
+    def local_batch(self, batch: Batch) -> Batch:
+        return self.objective.rows(batch)
 
 
 def train_reference(

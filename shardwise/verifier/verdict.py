@@ -175,9 +175,9 @@ class Verdict:
         return {**plain(self), "proof": proof, "passed": self.passed}
 
 
-def relative(value: float, reference: float) -> float:
-    """Relative difference. NaN counts as infinite, so it never passes."""
-    difference = abs(value - reference) / max(abs(reference), 1e-12)
+def relative(value: float, reference: float, least: float = 0.0) -> float:
+    """Difference relative to the reference, or to ``least`` if that is larger. NaN counts as infinite."""
+    difference = abs(value - reference) / max(abs(reference), least, 1e-12)
     return math.inf if math.isnan(difference) else difference
 
 

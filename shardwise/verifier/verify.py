@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from shardwise.data import Data, open_data
 from shardwise.engine.build import build
 from shardwise.engine.optim.trial import rounds
 from shardwise.engine.run import Run
+from shardwise.engine.sampling import PositionedBatches, SamplingObjective
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.seeding import seed_step
 from shardwise.engine.step import enlarged, step
@@ -36,13 +37,15 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.section import Arguments
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.technique import MICRO_BATCH_SIZE, in_fp64, precision_of
+from shardwise.technique import in_fp64, precision_of
+from shardwise.trainer.batches import StepBatches, batches_of
 from shardwise.trainer.precomputed import with_precomputed
 from shardwise.verifier.comparison import gradient_products, parameter_differences, way_products
 from shardwise.verifier.dropout import draws_random_numbers, drop_nothing, without_dropout
 from shardwise.verifier.plain_runs import END_FILE, GRADIENTS_FILE, START_FILE, read_runs, run_plain
 from shardwise.verifier.reference import (
     GradientScale,
+    PlainRank,
     ReferenceLoss,
     ReferenceStep,
     detached_parameters,
@@ -60,6 +63,7 @@ _EXACT = {"adamw_8bit": "adamw"}
 
 _ROUNDING_NOTE = "the model's code rounds to fp32, so fp32's tolerance applies"
 _DRAWS = "the model's code draws random numbers, which differ between layouts, and so may the results"
+_NO_GRADIENTS = "not proved: gradients, which are zero in all steps"
 _WEIGHTS_FILE, _STEPS_FILE, _VERDICT_FILE = "reference.safetensors", "reference.json", "verify.json"
 
 
@@ -129,12 +133,14 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
         ReferenceLoss(blueprint, recipe.seed, dtype),
     )
 
+    source = batches_of(data, PlainRank(loss.passes(model), strategy, torch.device("cpu")), folder)
+
     def batches() -> Iterator[list[Batch]]:
         for index in range(recipe.steps):
             seed_step(recipe.seed, index, 0)
-            yield data.micro_batches(index, 0, 1, strategy[MICRO_BATCH_SIZE])
+            yield source.at(index)
 
-    (first,) = loss.prepared(model, data.micro_batches(0, 0, 1, strategy[MICRO_BATCH_SIZE])[:1])
+    (first,) = loss.prepared(model, source.at(0)[:1])
     narrow = dtype == torch.float64 and rounds_to_fp32(loss, model, first)
     random = draws_random_numbers(loss, model, first)
     scale = GradientScale()
@@ -142,15 +148,16 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
     digits = torch.float32 if narrow else dtype
     save_file(scale.compared(detached_parameters(model), digits), folder / _WEIGHTS_FILE)
     undetermined = scale.undetermined(digits)
-    notes = [_ROUNDING_NOTE] * narrow + [_DRAWS] * random
+    still = all(result.grad_norm == 0 for result in seen)
+    notes = [_ROUNDING_NOTE] * narrow + [_DRAWS] * random + [_NO_GRADIENTS] * still
     steps = [vars(s) for s in seen]
     left = {"steps": steps, "undetermined": undetermined, "rounds_to_fp32": narrow, "notes": notes}
     (folder / _STEPS_FILE).write_text(json.dumps(left), encoding="utf-8")
 
 
-def trained(run: Run, data: Data, steps: int) -> tuple[TrainedStep, ...]:
+def trained(run: Run, batches: PositionedBatches, steps: int) -> tuple[TrainedStep, ...]:
     """Train a run for some steps on its share of the data."""
-    source = _Steps(run, data, steps)
+    source = StepBatches(batches, lambda index: index, steps)
     run.passes.begin(source, 0)
     seen = []
     for index in range(steps):
@@ -162,25 +169,6 @@ def trained(run: Run, data: Data, steps: int) -> tuple[TrainedStep, ...]:
     return tuple(seen)
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The micro-batches of the steps of a comparison."""
-
-    run: Run
-    data: Data
-    steps: int
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        return _step_batches(self.run, self.data, step) if step < self.steps else []
-
-
-def _step_batches(run: Run, data: Data, index: int) -> list[Batch]:
-    """This rank's micro-batches of one step, on its device."""
-    size = run.strategy[MICRO_BATCH_SIZE]
-    batches = data.micro_batches(index, run.data_rank, run.data_degree, size)
-    return [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in batches]
-
-
 def run_strategy(
     recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device, tolerance: float | None = None
 ) -> Verdict:
@@ -190,16 +178,18 @@ def run_strategy(
         tolerance: largest difference that passes; None takes that of the precision.
     """
     run, data, words = _built(recipe, strategy, device)
+    batches = batches_of(data, run, folder)
     left = json.loads((folder / _STEPS_FILE).read_text(encoding="utf-8"))
     expected = [ReferenceStep(**s) for s in left["steps"]]
-    seen = trained(run, data, len(expected))
+    seen = trained(run, batches, len(expected))
     pairs = list(zip(seen, expected, strict=True))
     ignored = tuple(left["undetermined"])
     apart = {n: d for n, d in parameter_differences(run, folder / _WEIGHTS_FILE).items() if n not in ignored}
     worst = max(apart, key=lambda name: apart[name], default="")
     precision, inside = precision_of(strategy), bool(left["rounds_to_fp32"])
+    cancels = run.objective.cancels  # then the gradient has the size of the terms, and the loss has not
     return Verdict(
-        max(relative(ours.loss, theirs.loss) for ours, theirs in pairs),
+        max(relative(ours.loss, theirs.loss, theirs.grad_norm * cancels) for ours, theirs in pairs),
         max(relative(ours.grad_norm, theirs.grad_norm) for ours, theirs in pairs),
         apart.get(worst, 0.0),
         worst,
@@ -214,9 +204,9 @@ def run_strategy(
 def run_near_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
     """Train with the strategy on all ranks and compare with what ``run_plain`` left in ``folder``."""
     run, data, words = _built(recipe, strategy, device)
-    runs = read_runs(folder)
-    gradients = _first_gradients(run, data, runs.loss_scale, folder) if run.synchronous else {}
-    seen = trained(run, data, recipe.steps)
+    batches, runs = batches_of(data, run, folder), read_runs(folder)
+    gradients = _first_gradients(run, batches, runs.loss_scale, folder) if run.synchronous else {}
+    seen = trained(run, batches, recipe.steps)
     skips, own = [step.skipped for step in seen], sum(step.skipped for step in runs.steps)
     if skips != [step.skipped for step in runs.steps]:
         # From another number of updates on nothing is alike, so the plain process follows the strategy's.
@@ -229,13 +219,15 @@ def run_near_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: tor
     return replace(verdict, notes=words, skipped=(verdict.skipped[0], own))
 
 
-def _first_gradients(run: Run, data: Data, loss_scale: float, folder: Path) -> dict[str, float]:
+def _first_gradients(
+    run: Run, batches: PositionedBatches, loss_scale: float, folder: Path
+) -> dict[str, float]:
     """Misalignments of the gradients of the first step, without an update."""
     seed_step(run.recipe.seed, 0, run.random_rank)
     scale, before = run.loss_scale.value, run.loss_scale.value.clone()
     scale.fill_(loss_scale)
     with run.update.suspended():
-        run.passes.forward_backward(_step_batches(run, data, 0))
+        run.passes.forward_backward(batches.at(0))
     gradients = misalignments(gradient_products(run, folder / GRADIENTS_FILE))
     run.optimizer.zero_grad(set_to_none=True)
     scale.copy_(before)
@@ -258,6 +250,8 @@ def _built(recipe: Recipe, strategy: Strategy, device: torch.device) -> tuple[Ru
         words.append(
             f"not proved: the update itself, which is that of {recipe.optimizer.factory} in all runs"
         )
+    if isinstance(run.objective, SamplingObjective):
+        words.append("not proved: sampling; all runs train on the completions of the plain process")
     if blueprint.packings() or (recipe.adapter is not None and recipe.adapter.quantize != "none"):
         words.append("not proved: the values of the quantized weights, which all runs read alike")
     data = open_data(quiet, blueprint.dataset)

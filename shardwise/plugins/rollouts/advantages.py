@@ -15,6 +15,9 @@ from torch import Tensor
 STD_FLOOR = 1e-4
 """Added to the standard deviation of a group: groups of equal rewards have advantages of zero."""
 
+RATIO_CAP = 2.0
+"""The largest weight of a token that other weights than the trained ones sampled."""
+
 VARIANCE_FLOOR = 1e-8
 """Added to the variance of whitened values."""
 
@@ -85,6 +88,14 @@ def kl_divergence(policy: Tensor, reference: Tensor) -> Tensor:
     """
     difference = reference - policy
     return difference.exp() - difference - 1
+
+
+def truncated_ratio(policy: Tensor, sampled: Tensor) -> Tensor:
+    """Per token: its probability by the policy over that by what sampled it, at most ``RATIO_CAP``; no gradient.
+
+    Truncated importance sampling (Ionides 2008, "Truncated Importance Sampling").
+    """
+    return (policy - sampled).exp().clamp(max=RATIO_CAP).detach()
 
 
 def policy_loss(policy: Tensor, advantages: Tensor) -> Tensor:

@@ -15,15 +15,14 @@ training, too (``tempered``). Refused: top-k and top-p, whose log-probabilities 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core import heartbeat
-from shardwise.engine.run import LiveModel
-from shardwise.engine.sampling import Repeated
+from shardwise.engine.sampling import Repeated, Sampler
 from shardwise.model.plain_passes import in_evaluation
 from shardwise.plugins.serve.decoding import Reader, reader_of, rehearse_reading
 from shardwise.plugins.serve.multi_lora import BASE, Bank
@@ -34,73 +33,57 @@ AGREED_EVERY = 16
 """Tokens after which ranks agree on whether all completions are over. Each time they wait for their devices."""
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """Sampled tokens of n prompts. c is the longest completion allowed.
+class Completion(NamedTuple):
+    """Sampled tokens; the last one ended it, unless it was truncated. Log-probabilities are of when it was sampled."""
 
-    Attributes:
-        tokens: int64 [n, c]; the last one of a completion is the token that ended it, if it was not truncated.
-        log_probabilities: fp32 [n, c] (fp64 for fp64), of the tokens when they were sampled; 0 after the end.
-        lengths: int64 [n], the token that ended it included.
-        ended: bool [n]; False for truncated completions.
-    """
-
-    tokens: Tensor
+    tokens: list[int]
     log_probabilities: Tensor
-    lengths: Tensor
-    ended: Tensor
 
 
 def generate(
-    live: LiveModel,
+    live: Sampler,
     prompts: Sequence[list[int]],
     uniform: Tensor,
     ends: Sequence[int],
     temperature: float = 1.0,
-) -> SampledTokens:
+) -> list[Completion]:
     """Complete prompts of this rank; all ranks call it together, with as many prompts.
 
+    Log-probabilities are in fp32 (fp64 for fp64) on the CPU.
+
     Args:
-        uniform: fp64 [n, c], see ``uniforms``.
+        uniform: fp64 [n, c], see ``uniforms``; c is the longest completion.
         ends: the tokens that end a completion.
     """
-    with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
-        return _completed(live, prompts, uniform, ends)
-
-
-def _completed(
-    live: LiveModel, prompts: Sequence[list[int]], uniform: Tensor, ends: Sequence[int]
-) -> SampledTokens:
     (n, longest), device = uniform.shape, live.device
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
-    reader = _reader(live)
-    logits = reader.begin([list(prompt) for prompt in prompts], [BASE] * n, longest)
-    tokens = torch.zeros(n, longest, dtype=torch.int64, device=device)
-    logs = torch.zeros(n, longest, dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
-    lengths = torch.zeros(n, dtype=torch.int64, device=device)
-    ended = torch.zeros(n, dtype=torch.bool, device=device)
-    for index in range(longest):
-        chosen, log = sampled(logits, uniform[:, index])
-        tokens[:, index] = chosen.where(~ended, 0)
-        logs[:, index] = log.where(~ended, 0.0)
-        lengths += ~ended
-        ended |= torch.isin(chosen, ending)
-        if index + 1 == longest or (index % AGREED_EVERY == AGREED_EVERY - 1 and _all_ended(ended)):
-            break
-        heartbeat.mark()
-        logits = reader.follow(chosen)
-    return SampledTokens(tokens, logs, lengths, ended)
+    with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
+        reader = _reader(live)
+        logits = reader.begin([list(prompt) for prompt in prompts], [BASE] * n, longest)
+        tokens = torch.zeros(n, longest, dtype=torch.int64, device=device)
+        logs = torch.zeros(n, longest, dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
+        lengths = torch.zeros(n, dtype=torch.int64, device=device)
+        ended = torch.zeros(n, dtype=torch.bool, device=device)
+        for index in range(longest):
+            chosen, log = sampled(logits, uniform[:, index])
+            tokens[:, index], logs[:, index] = chosen, log
+            lengths += ~ended
+            ended |= torch.isin(chosen, ending)
+            if index + 1 == longest or (index % AGREED_EVERY == AGREED_EVERY - 1 and _all_ended(ended)):
+                break
+            heartbeat.mark()
+            logits = reader.follow(chosen)
+    rows = zip(tokens.tolist(), logs.cpu(), lengths.tolist(), strict=True)
+    return [Completion(own[:length], log[:length]) for own, log, length in rows]
 
 
-def _reader(live: LiveModel) -> Reader:
-    reader = reader_of(live.blueprint, live.model, Bank(live.model, live.options.dtypes.compute))
+def _reader(live: Sampler) -> Reader:
+    reader = reader_of(live.blueprint, live.model, Bank(live.model, torch.float32))  # without adapters
     reader.device = live.device  # the model's parameters may be in host memory
     return reader
 
 
-def rehearse(
-    live: LiveModel, rows: int, prompt: int, longest: int, temperature: float, each: Repeated
-) -> None:
+def rehearse(live: Sampler, rows: int, prompt: int, longest: int, temperature: float, each: Repeated) -> None:
     """What ``generate`` allocates and computes at most, on fake tensors."""
     uniform = torch.zeros(rows, dtype=torch.float64, device=live.device)
     with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):

@@ -11,7 +11,7 @@ from abc import abstractmethod
 
 from torch import Tensor, nn
 
-from shardwise.model.blueprint import Batch, Blueprint, LossSum
+from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.plugins.preferences.reference import REFERENCE
 from shardwise.plugins.rollouts.advantages import group_advantages, kl_divergence, policy_loss
 from shardwise.plugins.rollouts.objective import RolloutObjective
@@ -45,15 +45,15 @@ class GroupPolicyGradient(RolloutObjective):
             return batch["present"].sum() * self.spec.completion
         return valid_targets(batch["labels"])
 
-    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+    def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         policy, valid = self.log_probabilities(blueprint, model, batch), batch["labels"] != IGNORED
-        losses = policy_loss(policy, batch["advantages"])
+        losses = self.corrected(policy_loss(policy, batch["advantages"]), policy, batch)
         if self.how:
             divergence = kl_divergence(policy, batch[REFERENCE])
             losses = losses + self.beta * divergence
             note("kl", divergence.detach().where(valid, 0).sum(), valid.sum())
         self.note_rollout(batch, policy.detach())
-        return losses.where(valid, 0).sum(), self.count(blueprint, batch)
+        return losses, self.count(blueprint, batch)
 
 
 class GRPO(GroupPolicyGradient):

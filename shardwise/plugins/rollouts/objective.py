@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import RecipeError
 from shardwise.engine.run import Run
-from shardwise.engine.sampling import Prompts, Repeated, SamplingObjective
-from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
+from shardwise.engine.sampling import Prompts, Repeated, Sampler, SamplingObjective
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, LossSum, SampleShapes
 from shardwise.plugins.preferences.reference import REFERENCE, Referenced
+from shardwise.plugins.rollouts.advantages import truncated_ratio
+from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import generate, rehearse
 from shardwise.plugins.rollouts.rewards import rewards_of
 from shardwise.plugins.rollouts.source import OverBatches, Rollouts, RolloutSpec, Tables
@@ -31,44 +34,28 @@ class RolloutObjective(Referenced, SamplingObjective):
     """
 
     values: tuple[str, ...] = ("sampled", "advantages")
+    cancels = True
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         asked = recipe.objective
         assert asked is not None
-        if recipe.data.packing:
-            fix = "remove it: completions have rows of their own"
-            raise RecipeError(
-                "packing cannot be set here", where="data.packing", why="it is of given records", fix=fix
-            )
         length = recipe.data.sequence_length
         self.spec = RolloutSpec(
-            recipe.seed,
-            recipe.batch_size,
-            length,
-            asked.completion_length or length // 2,
-            asked.group or 1,
-            asked.temperature or 1.0,
-            bool(asked.mask_truncated),
-            asked.epochs or 1,
-            asked.minibatches or 1,
-        )
+            recipe.seed, recipe.batch_size, length, length - recipe.prompt_tokens, asked.group or 1,
+            asked.temperature or 1.0, bool(asked.mask_truncated), asked.epochs or 1, asked.minibatches or 1,
+        )  # fmt: skip
         self.rewards, self.beta = rewards_of(asked), asked.beta or 0.0
+        self.endpoint = None if asked.endpoint is None else Endpoint(asked.endpoint, asked.endpoint_model)
+        if self.endpoint is not None:
+            words = "whose weights do not follow training; its time and memory are not in the plan"
+            self.plan_notes = (f"completions are from {self.endpoint.url}, {words}",)
         if self.how:
             self.values = (*self.values, REFERENCE)
         names = ("reward", *(f"reward/{name}" for name in self.rewards.names), "reward_deviation")
         own = ("completion_length", "truncated", "entropy", "mismatch", *("kl",) * bool(self.how))
         self.measures = (*names, *own)
-
-    # ---- the model's view ---------------------------------------------------------------------------------
-
-    @property
-    def per_token(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(self.values)
-
-    @property
-    def per_sample(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(self._of_rows())
+        self.per_token, self.per_sample = frozenset(self.values), frozenset(self._of_rows())
 
     def _of_rows(self) -> SampleShapes:
         rewards = (1 + len(self.rewards.rewards),)
@@ -79,23 +66,34 @@ class RolloutObjective(Referenced, SamplingObjective):
         values = dict.fromkeys(self.values, ((data.sequence_length,), torch.float32))
         return {**shapes, **values, **self._of_rows()}
 
+    @abstractmethod
+    def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses of tokens [m, s], and the number of targets; notes the measures."""
+
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        """In evaluation it is the negated reward, which training makes small."""
+        losses, count = self.of_tokens(blueprint, model, batch)
+        if model.training:
+            return losses.where(batch["labels"] != IGNORED, 0).sum(), count
+        return -(batch["rewards"][:, 0] * batch["present"]).sum(), batch["present"].sum()
+
+    def corrected(self, losses: Tensor, policy: Tensor, batch: Batch) -> Tensor:
+        """The policy's losses, weighted where other weights than the trained ones have sampled."""
+        return losses if self.endpoint is None else losses * truncated_ratio(policy, batch["sampled"])
+
     def log_probabilities(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Of the labels, at the temperature of sampling: [m, s]."""
         with tempered(blueprint.output(model), self.spec.temperature):
             return blueprint.log_probabilities(model, batch)
 
-    # ---- the batches --------------------------------------------------------------------------------------
-
-    def batches(self, run: Run, prompts: Prompts) -> Rollouts:
-        return Rollouts(run, self.spec, prompts, self.rewards, self.added)
+    def batches(self, sampler: Sampler, prompts: Prompts, folder: Path | None = None) -> Rollouts:
+        return Rollouts(sampler, self.spec, prompts, self.rewards, self.added, self.endpoint, folder)
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         """The reference's log-probabilities of a rollout."""
-        return {REFERENCE: rollouts.computed(tables, self.reference_log_probabilities)} if self.how else {}
+        return {REFERENCE: rollouts.computed(tables, self._referred)} if self.how else {}
 
-    def reference_log_probabilities(
-        self, passes: ForwardOnly, batches: Sequence[Batch]
-    ) -> list[Tensor | None]:
+    def _referred(self, passes: ForwardOnly, batches: Sequence[Batch]) -> list[Tensor | None]:
         """The reference's log-probabilities of micro-batches."""
         return self.by_reference(passes, batches, self.log_probabilities)
 
@@ -106,7 +104,8 @@ class RolloutObjective(Referenced, SamplingObjective):
             return repeated(times / spec.steps)
 
         rows, prompt = -(-spec.size // run.data_degree), spec.length - spec.completion
-        rehearse(run, rows, prompt, spec.completion, spec.temperature, each)
+        if self.endpoint is None:
+            rehearse(run, rows, prompt, spec.completion, spec.temperature, each)
         with each(run.context.micro_batches * spec.minibatches):
             for compute in self.passes():
                 compute(run.passes, [batch])
@@ -116,7 +115,7 @@ class RolloutObjective(Referenced, SamplingObjective):
 
     def passes(self) -> list[OverBatches]:
         """The passes over a whole rollout before it is trained on."""
-        return [self.reference_log_probabilities] if self.how else []
+        return [self._referred] if self.how else []
 
     def note_rollout(self, batch: Batch, policy: Tensor) -> None:
         """Note the measures of a micro-batch, whose labels have the log-probabilities ``policy`` [m, s] now."""

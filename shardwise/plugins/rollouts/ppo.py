@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, LossSum
+from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly
 from shardwise.model.value_head import log_probabilities_and_values
 from shardwise.plugins.preferences.reference import REFERENCE
 from shardwise.plugins.rollouts.advantages import (
@@ -73,18 +73,18 @@ class PPO(RolloutObjective):
         with tempered(blueprint.output(model), self.spec.temperature):
             return torch.stack(log_probabilities_and_values(blueprint, model, batch), 1)
 
-    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+    def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         policy, state = self._both(blueprint, model, batch).unbind(1)
         given, valid = (policy, batch[OLD], batch["advantages"], self._epsilon), batch["labels"] != IGNORED
         errors = clipped_value_loss(state, batch[STATE], batch[RETURNS], self._value_epsilon)
-        losses = clipped_loss(*given) + self._value_weight * errors
+        losses = self.corrected(clipped_loss(*given), batch[OLD], batch) + self._value_weight * errors
         self.note_rollout(batch, batch[OLD])
         noted = {"clipped": clipped_share(*given), "value_error": errors}
         if self.how:
             noted["kl"] = batch[OLD] - batch[REFERENCE]
         for name, values in noted.items():
             note(name, values.detach().where(valid, 0).sum(), valid.sum())
-        return losses.where(valid, 0).sum(), valid.sum()
+        return losses, valid.sum()
 
 
 def last(valid: Tensor) -> Tensor:

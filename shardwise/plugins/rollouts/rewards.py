@@ -2,10 +2,13 @@
 
 A function is called once per batch as ``function(prompts, completions, **fields)``. It takes lists of texts, and the
 other fields of the records as lists under their names; it returns one number per completion.
+
+A reward model reads the sampled tokens if its tokenizer is that of the prompts; else the texts, by its own tokenizer.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import RecipeError, one_line, shorten
+from shardwise.core.errors import DataError, RecipeError, ShardwiseError, one_line, shorten
 from shardwise.core.paths import path_of
 from shardwise.core.user_objects import resolve, without_folder
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.recipe.objective import ObjectiveSpec
 
-RewardFunction = Callable[..., Sequence[float]]
+
+@dataclass(frozen=True)
+class Completions:
+    """n completions of prompts, as tokens without padding; a completion has the token that ended it."""
+
+    prompts: Sequence[Sequence[int]]
+    tokens: Sequence[Sequence[int]]
+    fields: Mapping[str, Sequence[Any]]
+    tokenizer: Tokenizer
+
+    @functools.cached_property
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Prompts and completions."""
+        cuts = self.tokenizer
+        known = ([token for token in own if token < cuts.vocab] for own in self.tokens)
+        return [cuts.decode(prompt) for prompt in self.prompts], [cuts.decode(own) for own in known]
+
+
+Reward = Callable[[Completions], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -28,48 +50,44 @@ class NamedReward:
 
     name: str
     weight: float
-    function: RewardFunction
+    function: Reward
+    key: str = "rewards"
 
-    def of(
-        self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
-    ) -> list[float]:
+    def of(self, given: Completions) -> list[float]:
         """One number per completion. Raises RecipeError if the function fails, or returns anything but numbers."""
-        where = f"objective.rewards: {self.name}"
+        where = f"objective.{self.key}: {self.name}"
         try:
-            values = list(self.function(list(prompts), list(completions), **fields))
+            values = list(self.function(given))
+        except ShardwiseError:
+            raise
         except Exception as error:  # whatever the user's own code raises
             why = f"{type(error).__name__}: {one_line(str(error))}"
             raise RecipeError("the reward function failed", where=where, why=why) from error
-        if len(values) != len(completions):
-            why = f"it returned {len(values)} for {len(completions)} completions"
+        if len(values) != len(given.tokens):
+            why = f"it returned {len(values)} for {len(given.tokens)} completions"
             raise RecipeError("a reward function returns one number per completion", where=where, why=why)
-        for value, prompt, completion in zip(values, prompts, completions, strict=True):
+        for value, prompt, completion in zip(values, *given.texts, strict=True):
             if not _is_finite(value):
-                raise RecipeError(
-                    f"a reward is {value!r}",
-                    where=where,
-                    why=f"of the completion {shorten(completion, 60)!r} to {shorten(prompt, 60)!r}",
-                    fix="return a finite number for every completion",
-                )
+                why = f"of the completion {shorten(completion, 60)!r} to {shorten(prompt, 60)!r}"
+                fix = "return a finite number for every completion"
+                raise RecipeError(f"a reward is {value!r}", where=where, why=why, fix=fix)
         return [float(value) for value in values]
 
 
+@dataclass(frozen=True)
 class Rewards:
     """The rewards of a recipe."""
 
-    def __init__(self, rewards: Sequence[NamedReward]) -> None:
-        self.rewards = rewards
+    rewards: Sequence[NamedReward]
 
     @property
     def names(self) -> list[str]:
         """Short ones, for metrics."""
         return [str(without_folder(reward.name)).rpartition(":")[2] for reward in self.rewards]
 
-    def of(
-        self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
-    ) -> Tensor:
+    def of(self, given: Completions) -> Tensor:
         """fp64 [n, 1 + rewards]: the weighted sum, and every reward before its weight."""
-        columns = [reward.of(prompts, completions, fields) for reward in self.rewards]
+        columns = [reward.of(given) for reward in self.rewards]
         each = torch.tensor(columns, dtype=torch.float64).T
         weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
         return torch.cat([(each * weights).sum(1, keepdim=True), each], 1)
@@ -79,23 +97,48 @@ def rewards_of(spec: ObjectiveSpec) -> Rewards:
     """The rewards that a recipe names. Raises RecipeError if one cannot be imported or opened."""
     named = spec.rewards or ()
     weights = spec.reward_weights or (1.0,) * len(named)
-    rewards = [
-        NamedReward(name, weight, resolve(name, "objective.rewards"))
-        for name, weight in zip(named, weights, strict=True)
-    ]
+    functions = [_of_function(resolve(name, "objective.rewards")) for name in named]
+    rewards = list(map(NamedReward, named, weights, functions))
     if spec.reward_model is not None:
-        rewards.append(NamedReward(spec.reward_model, 1.0, _of_model(spec.reward_model)))
+        rewards.append(NamedReward(spec.reward_model, 1.0, _of_model(spec.reward_model), "reward_model"))
     return Rewards(rewards)
 
 
-def _of_model(folder: str) -> RewardFunction:
-    """The function of a trained reward model."""
-    from shardwise.plugins.preferences.scoring import load_reward_model, scores
+def _of_function(function: Callable[..., Sequence[float]]) -> Reward:
+    return lambda given: function(*map(list, given.texts), **given.fields)
 
-    model = load_reward_model(path_of(folder))
-    return lambda prompts, completions, **_: scores(
-        model, [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    ).tolist()
+
+def _of_model(folder: str) -> Reward:
+    """The score of a trained reward model, which is read when it is first asked, in fp32 on the host."""
+    if not path_of(folder).is_dir():
+        raise RecipeError("no such folder", where=f"objective.reward_model: {folder}")
+
+    @functools.cache
+    def model() -> Any:
+        from shardwise.plugins.preferences.scoring import load_reward_model
+
+        return load_reward_model(path_of(folder))
+
+    return lambda given: model()(_documents(given, model().tokenizer, folder)).tolist()
+
+
+def _documents(given: Completions, own: Tokenizer | None, folder: str) -> list[list[int]]:
+    """Prompts with their completions in tokens of a reward model, as those that it was trained on."""
+    theirs, where = given.tokenizer, f"objective.reward_model: {folder}"
+    if own is None:
+        fix = "copy the files of its tokenizer into its folder"
+        raise DataError("the reward model has no tokenizer", where=where, fix=fix)
+    if own.fingerprint == theirs.fingerprint:
+        return [[*prompt, *tokens] for prompt, tokens in zip(given.prompts, given.tokens, strict=True)]
+    lost = theirs.special & set[int]().union(*given.prompts) - {theirs.begin}
+    if lost:
+        why = f"it is not data.tokenizer, and does not have its tag {theirs.shown(sorted(lost)[:1])} of the prompts"
+        fix = "give a reward model with the tokenizer of the prompts, or prompts without tags"
+        raise RecipeError("the reward model has another tokenizer", where=where, why=why, fix=fix)
+    begin = [] if own.begin is None else [own.begin]
+    ends = [[own.separator] if tokens[-1:] and tokens[-1] in theirs.ends else [] for tokens in given.tokens]
+    texts = zip(*given.texts, ends, strict=True)
+    return [[*begin, *own.encode(prompt + completion), *end] for prompt, completion, end in texts]
 
 
 def _is_finite(value: Any) -> bool:

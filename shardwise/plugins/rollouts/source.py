@@ -14,21 +14,23 @@ Training reads the sampled ids themselves; no text is tokenized again. A row is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.data.batches import deal
 from shardwise.engine.phase import phase
-from shardwise.engine.run import Run
-from shardwise.engine.sampling import Prompts
+from shardwise.engine.sampling import Prompts, Sampler
 from shardwise.model.blueprint import Batch, ForwardOnly
-from shardwise.plugins.rollouts.generation import SampledTokens, generate
-from shardwise.plugins.rollouts.rewards import Rewards
+from shardwise.plugins.rollouts.endpoint import Endpoint
+from shardwise.plugins.rollouts.generation import Completion, generate
+from shardwise.plugins.rollouts.rewards import Completions, Rewards
 from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
 from shardwise.runtime.parallel.vocabulary import IGNORED
@@ -36,6 +38,9 @@ from shardwise.technique import MICRO_BATCH_SIZE
 
 KEPT = 2
 """Rollouts that are kept: that of the running step, and that of the step whose results are being read."""
+
+HELD_OUT = 2**62
+"""In the place of the number of a rollout: every evaluation has the same random numbers."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +103,17 @@ class Rollouts:
 
     Attributes:
         added: further tables of the objective, such as ``advantages`` [n, s]. All ranks call it together.
+        folder: of files of rollouts that several runs train on; without what ``added`` adds.
         unit: steps that train on the same rollout.
     """
 
-    run: Run
+    run: Sampler
     spec: RolloutSpec
     prompts: Prompts
     rewards: Rewards
     added: Callable[[Rollouts, Tables], Tables]
+    endpoint: Endpoint | None = None
+    folder: Path | None = None
     _kept: dict[int, Tables] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -126,11 +134,19 @@ class Rollouts:
 
     @property
     def validation_sets(self) -> list[str]:
-        """None: the loss of a rollout says nothing about held-out prompts."""
-        return []
+        """Sets of held-out prompts; none for an endpoint, whose rewards do not tell what is learned."""
+        return self.prompts.validation_sets if self.endpoint is None else []
 
     def validation(self, name: str = "") -> list[Batch]:
-        return []
+        """Completions of held-out prompts by the weights of the moment, sampled as in training."""
+        records, most = self.prompts.held_out_records(name), self.spec.size // self.spec.group
+        batches = []
+        for first in range(0, len(records), most):  # no more completions at once than in a rollout
+            tables = self._completed(records[first : first + most], HELD_OUT + first)
+            batches += self.micro_batches(
+                {**tables, **self.added(self, tables)}, range(len(tables["labels"]))
+            )
+        return batches
 
     def micro_batches(self, tables: Tables, rows: Sequence[int]) -> list[Batch]:
         """The share of this rank in these rows of a rollout, on its device; rows of padding have no labels."""
@@ -149,70 +165,83 @@ class Rollouts:
 
     def computed(self, tables: Tables, compute: OverBatches) -> Tensor:
         """A table of the results of ``compute`` for the micro-batches of the whole rollout."""
-        rows = [slot for slots in self._slots(self.spec.size) for slot in slots]
-        batches = self.micro_batches(tables, range(self.spec.size))
+        size = len(tables["labels"])
+        rows = [slot for slots in self._slots(size) for slot in slots]
+        batches = self.micro_batches(tables, range(size))
         results = compute(self.run.passes, [self.run.local_batch(batch) for batch in batches])
         values = torch.cat([result for result in results if result is not None])
         there = [index for index, row in enumerate(rows) if row is not None]
-        return self._shared(values[there], [row for row in rows if row is not None])
+        return self._shared(values[there], [row for row in rows if row is not None], size)
 
     # ---- making a rollout ---------------------------------------------------------------------------------
 
     def _made(self, number: int) -> Tables:
-        spec = self.spec
-        prompts = self.prompts.records(number * self.unit)
-        share = -(-spec.size // self.run.data_degree)
-        first = self.run.data_rank * share
+        file = self.folder and self.folder / f"rollout-{number}.safetensors"
+        if file is not None and file.exists():
+            tables = load_file(file)
+        else:
+            tables = self._completed(self.prompts.records(number * self.unit), number)
+            if file is not None:
+                save_file(tables, file)
+        return {**tables, **self.added(self, tables)}
+
+    def _completed(self, prompts: Sequence[Mapping[str, Any]], number: int) -> Tables:
+        """The tables of completions of prompts; ``number`` of the rollout is for random numbers."""
+        run, spec = self.run, self.spec
+        size = len(prompts) * spec.group
+        share = -(-size // run.data_degree)
+        first = run.data_rank * share
         # Every rank generates as many completions; the last one stands in for those that are not there.
-        own = [min(row, spec.size - 1) for row in range(first, first + share)]
+        own = [min(row, size - 1) for row in range(first, first + share)]
         asked = [prompts[row // spec.group] for row in own]
         texts = [list(map(int, prompt["prompt"])) for prompt in asked]
-        noise = uniforms(spec.seed, number, [divmod(row, spec.group) for row in own], spec.completion)
-        done = generate(self.run, texts, noise, sorted(self.prompts.tokenizer.ends), spec.temperature)
-        tables = {**laid_out(texts, done, spec.length), "rewards": self._rewarded(asked, done)}
-        tables = {name: self._shared(table, own) for name, table in tables.items()}
+        samples, cuts = [divmod(row, spec.group) for row in own], self.prompts.tokenizer
+        count = len(own) if run.leads else 0  # the other ranks of this share have the same completions
+        if self.endpoint is None:
+            noise = uniforms(spec.seed, number, samples, spec.completion)
+            done = generate(run, texts, noise, sorted(cuts.ends), spec.temperature)
+        else:
+            seeds = [(spec.seed, number, *sample) for sample in samples[:count]]
+            done = self.endpoint.completions(texts[:count], seeds, spec.completion, cuts, spec.temperature)
+        own, rewards = own[:count], self._rewarded(asked[:count], done)
+        tables = {**laid_out(texts[:count], done, cuts.ends, spec.length), "rewards": rewards}
+        tables = {name: self._shared(table, own, size) for name, table in tables.items()}
         groups = tables["rewards"][:, 0].unflatten(0, (-1, spec.group))
         tables["deviation"] = groups.std(1, correction=0).repeat_interleave(spec.group)
         if spec.mask_truncated:
             tables["labels"][tables["ended"] == 0] = IGNORED
-        return {**tables, **self.added(self, tables)}
+        return tables
 
-    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: SampledTokens) -> Tensor:
-        """The rewards of this rank's completions. Of ranks with the same ones, the first calls the functions."""
-        if self.run.layout.number(dist.get_rank(), lambda axis: not axis.samples) > 0:
-            return torch.full((len(prompts), 1 + len(self.rewards.rewards)), -torch.inf, dtype=torch.float64)
-        tokenizer, lengths = self.prompts.tokenizer, done.lengths.tolist()
-        completions = [
-            tokenizer.decode([token for token in tokens[:length] if token < tokenizer.vocab])
-            for tokens, length in zip(done.tokens.tolist(), lengths, strict=True)
-        ]
+    def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: Sequence[Completion]) -> Tensor:
+        """The rewards of the first completions, to these prompts."""
+        if not prompts:
+            return torch.empty(0, 1 + len(self.rewards.rewards), dtype=torch.float64)
         names = [name for name in prompts[0]["fields"] if name != "prompt"]
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
-        texts = [tokenizer.decode(prompt["prompt"]) for prompt in prompts]
-        return self.rewards.of(texts, completions, fields)
+        given, tokens = [prompt["prompt"] for prompt in prompts], [own.tokens for own in done[: len(prompts)]]
+        return self.rewards.of(Completions(given, tokens, fields, self.prompts.tokenizer))
 
-    def _shared(self, own: Tensor, rows: Sequence[int]) -> Tensor:
-        """The table of all rows, in host memory, from every rank's ``rows`` of it."""
+    def _shared(self, own: Tensor, rows: Sequence[int], size: int) -> Tensor:
+        """The table of all ``size`` rows, in host memory, from every rank's ``rows`` of it."""
         kind = torch.finfo(own.dtype) if own.is_floating_point() else torch.iinfo(own.dtype)
         device = self.run.device
-        whole = torch.full((self.spec.size, *own.shape[1:]), kind.min, dtype=own.dtype, device=device)
-        whole[torch.tensor(rows, device=device)] = own.to(device).clamp(min=kind.min)
+        whole = torch.full((size, *own.shape[1:]), kind.min, dtype=own.dtype, device=device)
+        whole[torch.tensor(rows, dtype=torch.int64, device=device)] = own.to(device)
         dist.all_reduce(whole, dist.ReduceOp.MAX)
         return whole.cpu()
 
 
-def laid_out(prompts: Sequence[list[int]], done: SampledTokens, length: int) -> Tables:
-    """Rows of prompts and completions: the first five of ``Tables``."""
-    n = len(prompts)
-    ids = torch.zeros(n, length, dtype=torch.int64)
-    labels = torch.full((n, length), IGNORED)
-    sampled = torch.zeros(n, length, dtype=done.log_probabilities.dtype)
-    tokens, logs, lengths = done.tokens.cpu(), done.log_probabilities.cpu(), done.lengths.cpu()
-    for row, prompt in enumerate(prompts):
-        count, start = int(lengths[row]), len(prompt)
-        ids[row, :start] = torch.tensor(prompt)
-        ids[row, start : start + count] = tokens[row, :count]
-        labels[row, start - 1 : start - 1 + count] = tokens[row, :count]
-        sampled[row, start - 1 : start - 1 + count] = logs[row, :count]
-    ended = done.ended.cpu().long()
+def laid_out(
+    prompts: Sequence[list[int]], done: Sequence[Completion], ends: Collection[int], length: int
+) -> Tables:
+    """Rows of prompts and their completions, the first ones: the first five of ``Tables``."""
+    n, kind = len(prompts), done[0].log_probabilities.dtype if done else torch.float32
+    ids, labels = torch.zeros(n, length, dtype=torch.int64), torch.full((n, length), IGNORED)
+    sampled, lengths = torch.zeros(n, length, dtype=kind), torch.zeros(n, dtype=torch.int64)
+    ended = torch.zeros(n, dtype=torch.int64)
+    for row, (prompt, (tokens, logs)) in enumerate(zip(prompts, done, strict=False)):
+        targets = slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+        ids[row, : targets.stop + 1] = torch.tensor([*prompt, *tokens])
+        labels[row, targets], sampled[row, targets] = torch.tensor(tokens), logs
+        lengths[row], ended[row] = len(tokens), tokens[-1] in ends
     return {"input_ids": ids, "labels": labels, "sampled": sampled, "lengths": lengths, "ended": ended}

@@ -21,6 +21,7 @@ from shardwise.plugins.rollouts.source import Rollouts
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
+from shardwise.trainer.evaluation import evaluate
 
 EXACT = {"precision": "fp64", "micro_batch_size": 2}
 
@@ -66,7 +67,8 @@ class Prompts:
     """The prompts of a recipe, whose completions end at any of 16 tokens: about half of them in time."""
 
     def __init__(self, data: Data) -> None:
-        self.records = data.records
+        self.records, self.held_out_records = data.records, data.held_out_records
+        self.validation_sets = data.validation_sets
         self.tokenizer: Any = ManyEnds()
 
 
@@ -99,6 +101,19 @@ def tables(recipe: Recipe, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Of the first rollout."""
     _, rollouts = opened(recipe, settings)
     return rollouts._made(0)
+
+
+def evaluated(
+    recipe: Recipe, settings: dict[str, Any]
+) -> tuple[list[dict[str, Any]], float, dict[str, float]]:
+    """The rows of this rank of a first evaluation; the loss and the measures of a second one."""
+    run, rollouts = opened(recipe, settings)
+    rows = []
+    for batch in rollouts.validation():
+        count = int(batch["present"].sum())
+        rows += [{name: table[row] for name, table in batch.items()} for row in range(count)]
+    loss = evaluate(run, rollouts.validation())
+    return rows, loss, named_measures(run, run.passes.measures)
 
 
 def gradients(recipe: Recipe, settings: dict[str, Any]) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:

@@ -41,14 +41,10 @@ def generated(recipe: Recipe, settings: dict[str, Any], ends: range = ENDS) -> l
     noise = uniforms(3, 0, [(row // 2, row % 2) for row in own], LONGEST)
     done = generate(run, [PROMPTS[row] for row in own], noise, ends)
     assert run.model.training
-    rows = []
-    for row, tokens, logs, length, ended in zip(
-        own, done.tokens, done.log_probabilities, done.lengths.tolist(), done.ended.tolist(), strict=True
-    ):
-        assert not tokens[length:].any()
-        assert not logs[length:].any()
-        rows.append([row, tokens[:length].tolist(), logs[:length].tolist(), ended])
-    return rows
+    pairs = zip(own, done, strict=True)
+    return [
+        [row, made.tokens, made.log_probabilities.tolist(), made.tokens[-1] in ends] for row, made in pairs
+    ]
 
 
 def by_row(ranks: list[list[list[Any]]]) -> dict[int, list[Any]]:

@@ -14,7 +14,17 @@ from shardwise.core.errors import DataError, RecipeError
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from tests.harness.pool import Pool
-from tests.plugins.rollouts.rollout_runs import EXACT, gradients, prompts, rollout_recipe, tables, trained
+from tests.plugins.rollouts.rollout_runs import (
+    EXACT,
+    digits,
+    evaluated,
+    gradients,
+    letters,
+    prompts,
+    rollout_recipe,
+    tables,
+    trained,
+)
 
 ADAPTER = {"rank": 4, "targets": "attention"}
 PPO = {"epochs": 2, "minibatches": 2, "beta": 0.0}
@@ -179,6 +189,29 @@ def test_measures_say_what_happens(alone: dict[str, Any]) -> None:
     assert alone["grpo with a copy"][-1]["kl"] > 0
     assert alone["rloo with an adapter"][-1]["kl"] > 0
     assert alone["ppo"][0]["clipped"] == 0
+
+
+DATA = {"format": "prompt", "sequence_length": 28, "held_out": 0.3}
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_an_evaluation_is_the_mean_reward_of_held_out_prompts(pool: Pool, source: Path, name: str) -> None:
+    """All of them, in parts that are no larger than a rollout, and with the same random numbers every time."""
+    recipe = rollout_recipe(source, name, KL, data={"source": str(source), **DATA})
+    (rows, loss, measures), *_ = pool.run(1, evaluated, recipe, {"micro_batch_size": 5})
+    held_out = {bytes(row["input_ids"][:9].tolist()) for row in rows}
+    assert len(rows) == 4 * len(held_out) > 12  # more than one part
+    total = 0.0
+    for row in rows:
+        (ends,) = (row["labels"] >= 0).nonzero(as_tuple=True)
+        written = bytes(row["labels"][ends].tolist()).replace(b"\0", b"").decode(errors="replace")
+        total += digits([""], [written])[0] + letters([""], [written])[0] / 4
+    assert measures["reward"] == pytest.approx(total / len(rows), abs=1e-12)
+    assert loss == pytest.approx(-measures["reward"], abs=1e-12)
+    assert measures["mismatch"] < 1e-12
+    for _, other_loss, other in pool.run(2, evaluated, recipe, {"zero_stage": 3}):
+        assert other_loss == pytest.approx(loss, abs=1e-12)
+        assert other == pytest.approx(measures, abs=1e-10)
 
 
 # ---- rollouts ---------------------------------------------------------------------------------------------

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.core.errors import RecipeError
-from shardwise.plugins.rollouts.rewards import Rewards, rewards_of
+from shardwise.data.tokenizer import ByteTokenizer, open_tokenizer
+from shardwise.engine.build import build
+from shardwise.engine.train_state import TrainState
+from shardwise.model.open import blueprint_of
+from shardwise.model.scalar_head import values
+from shardwise.plugins.preferences.scoring import load_reward_model
+from shardwise.plugins.rollouts.rewards import Completions, Rewards, rewards_of
+from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.objective import ObjectiveSpec
+from shardwise.technique import SETTINGS, strategy_from
+from tests.harness.pool import Pool
+from tests.harness.small_models import write_tokenizer
+from tests.plugins.rollouts.rollout_runs import EXACT, prompts, rollout_recipe, tables
+from tests.plugins.rollouts.test_objectives import completions
 
 HERE = __name__
 
@@ -38,6 +53,11 @@ def one(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[fl
     return [1.0]
 
 
+def given(prompts: list[str], completions: list[str], **fields: Any) -> Completions:
+    prompted, completed = ([list(text.encode()) for text in texts] for texts in (prompts, completions))
+    return Completions(prompted, completed, fields, ByteTokenizer())
+
+
 def opened(*names: str, weights: tuple[float, ...] | None = None) -> Rewards:
     named = tuple(f"{HERE}:{name}" for name in names)
     return rewards_of(ObjectiveSpec(name="grpo", rewards=named, reward_weights=weights))
@@ -46,12 +66,12 @@ def opened(*names: str, weights: tuple[float, ...] | None = None) -> Rewards:
 def test_several_rewards_are_summed_with_their_weights() -> None:
     rewards = opened("length", "right", weights=(0.5, 2))
     assert rewards.names == ["length", "right"]
-    table = rewards.of(["a", "b"], ["xyz", "y"], {"answer": ["xyz", "z"]})
+    table = rewards.of(given(["a", "b"], ["xyz", "y"], answer=["xyz", "z"]))
     assert table.tolist() == [[0.5 * 3 + 2, 3, 1], [0.5, 1, 0]]
 
 
 def test_without_weights_they_count_alike() -> None:
-    assert opened("length", "length").of(["a"], ["xyz"], {}).tolist() == [[6, 3, 3]]
+    assert opened("length", "length").of(given(["a"], ["xyz"])).tolist() == [[6, 3, 3]]
 
 
 REFUSED = [
@@ -65,10 +85,77 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "message"), REFUSED)
 def test_a_fault_of_a_function_is_one_line_that_names_it(name: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message) as raised:
-        opened(name).of(["first", "second"], ["xyz", ""], {})
+        opened(name).of(given(["first", "second"], ["xyz", ""]))
     assert "\n" not in str(raised.value)
 
 
 def test_a_function_that_is_not_there_is_refused() -> None:
     with pytest.raises(RecipeError, match="cannot be imported"):
         opened("missing")
+
+
+# ---- a reward model ---------------------------------------------------------------------------------------
+
+
+def leave_reward_model(folder: Path, tokenizer: str) -> None:
+    """The run of a reward model with other weights than its first ones."""
+    data = {"source": "pairs.jsonl", "sequence_length": 48, "tokenizer": tokenizer}
+    model = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 512}
+    sections = {"model": model, "objective": "reward", "data": data, "steps": 1, "batch_size": 4}
+    recipe = recipe_of(sections, SETTINGS)
+    run = build(recipe, blueprint_of(recipe), strategy_from({}), torch.device("cpu"))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
+
+
+def read_alone(folder: Path, documents: list[list[int]]) -> list[float]:
+    """The score at the last token of every document, one after the other."""
+    found = load_reward_model(folder)
+    with torch.no_grad():
+        return [
+            values(found.blueprint, found.model, {"input_ids": torch.tensor([ids])})[0, -1].item()
+            for ids in documents
+        ]
+
+
+def test_a_reward_model_scores_the_sampled_tokens(pool: Pool, tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 are other tokens after a way through text; and ranks score what one process scores."""
+    pool.run(1, leave_reward_model, tmp_path / "model", "bytes")
+    objective = {"rewards": [], "reward_weights": None, "reward_model": str(tmp_path / "model")}
+    recipe = rollout_recipe(prompts(tmp_path), "ppo", {**objective, "beta": 0.0})
+    made = pool.run(1, tables, recipe, EXACT)[0]
+    documents = [ids for _, ids, _ in completions(made)]
+    assert len(documents) == 12
+    assert any(bytes(ids).decode(errors="replace").encode() != bytes(ids) for ids in documents)
+    alone = read_alone(tmp_path / "model", documents)
+    assert max(alone) - min(alone) > 0.05
+    assert made["rewards"][:, 0].tolist() == pytest.approx(alone, abs=1e-5)
+    for rank in pool.run(2, tables, recipe, {**EXACT, "zero_stage": 3}):
+        assert torch.allclose(rank["rewards"], made["rewards"], rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_with_another_tokenizer_reads_the_text(pool: Pool, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    theirs = open_tokenizer(str(tmp_path / "tokenizer"))
+    pool.run(1, leave_reward_model, tmp_path / "model", str(tmp_path / "tokenizer"))
+    rewards = rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path / "model")))
+    assert rewards.names == ["model"]
+    ended = given(["The sum of 2 and 2 is "], ["4\0"])
+    document = [*theirs.encode("The sum of 2 and 2 is 4"), theirs.separator]
+    begin = [] if theirs.begin is None else [theirs.begin]
+    assert rewards.of(ended)[:, 0].tolist() == pytest.approx(
+        read_alone(tmp_path / "model", [begin + document])
+    )
+    tagged = given(["\0user"], ["4"])
+    with pytest.raises(RecipeError, match=r"another tokenizer \(objective.reward_model: .*its tag <end>"):
+        rewards.of(tagged)
+
+
+def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"no such folder \(objective.reward_model: .*away\)"):
+        rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path / "away")))

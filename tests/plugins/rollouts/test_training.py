@@ -15,7 +15,9 @@ from shardwise.core.errors import Preempted
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan
 from shardwise.model.blueprint import Batch
+from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS as SETTINGS_OF
 from shardwise.technique import strategy_from
 from shardwise.trainer.loop import Job, Trainer
 from tests.harness.pool import Pool
@@ -112,6 +114,23 @@ def test_an_interrupted_run_ends_bitwise_as_the_uninterrupted_one(
         assert saved[-1] == (2 * UNIT if what == "kill" else 3 * UNIT)
     assert train(pool, recipes[name], tmp_path / "run")[0][0] == "finished"
     assert curve(tmp_path / "run") == whole[name]
+
+
+def test_evaluations_write_the_reward_of_held_out_prompts(
+    pool: Pool, recipes: dict[str, Recipe], tmp_path: Path
+) -> None:
+    values = recipes["grpo"].model_dump(exclude_unset=True)
+    data = {**values["data"], "held_out": 0.3}
+    recipe = recipe_of(
+        {**values, "data": data, "steps": UNIT, "evaluation": {"every": UNIT // 2}}, SETTINGS_OF
+    )
+    assert train(pool, recipe, tmp_path)[0][0] == "finished"
+    lines = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()))
+    evaluations = {line["step"]: line for line in lines if "metrics" in line}
+    assert list(evaluations) == [UNIT // 2, UNIT]
+    for line in evaluations.values():
+        assert line["held_out_loss"] == pytest.approx(-line["metrics"]["reward"])
+        assert 0 < line["metrics"]["completion_length"] <= 12
 
 
 def test_a_rewind_leaves_out_whole_rollouts_and_makes_them_again(
