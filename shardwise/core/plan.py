@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -54,6 +54,18 @@ Unit: TypeAlias = Literal["tokens", "samples"]
 """What a run reads, for its rates."""
 
 
+class Units(NamedTuple):
+    """What a run reads, and what its loss is a mean over: tokens, of a model's own loss; pairs, for example, of an
+    objective on preferences.
+    """
+
+    read: Unit = "tokens"
+    trained: str = "tokens"
+
+
+TOKENS = Units()
+
+
 @dataclass(frozen=True)
 class StepEstimate:
     """One optimizer step: predicted time, and counts.
@@ -70,6 +82,7 @@ class StepEstimate:
         phases: seconds of forward, backward, optimizer and communication, of the rank that was dry-run; communication
             is the part that is not overlapped.
         unit: what ``tokens`` counts; a user's own dataset has samples, whose targets only the loss counts.
+        counted: what the loss is a mean over, where the unit is tokens (``TrainingObjective.counted``).
     """
 
     seconds: Annotated[Finite, Field(gt=0)]
@@ -81,6 +94,11 @@ class StepEstimate:
     model_flops: Total = 0
     phases: Mapping[str, Seconds] = field(default_factory=dict)
     unit: Unit = "tokens"
+    counted: str = "tokens"
+
+    @property
+    def units(self) -> Units:
+        return Units(self.unit, self.counted if self.unit == "tokens" else "targets")
 
     @property
     def tokens_per_second(self) -> float:

@@ -137,6 +137,7 @@ def predict(
         split=time.split,
         phases=phase_seconds(cost, time, cluster),
         unit="tokens" if blueprint.dataset is None else "samples",
+        counted=blueprint.minimises.counted,
     )
     return Prediction(
         strategy=strategy,

@@ -10,12 +10,12 @@ those of the series and of the memory through a step by charts with hover and zo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.identity import starts
-from shardwise.core.plan import Plan, Unit
+from shardwise.core.plan import TOKENS, Plan, Units
 from shardwise.core.plugins import plugin
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
@@ -32,6 +32,7 @@ from shardwise.report.notation import (
     by_size,
     deviation,
     error_in_words,
+    measure_label,
     of_capacity,
     peak_of,
     percent_text,
@@ -51,6 +52,9 @@ from shardwise.report.template import rendered
 SHOWN_SITES = 12
 """Allocation sites that are shown; the others are in a list that opens."""
 
+CARD_MEASURES = 2
+"""Measures of the objective in the head of the page; all are among the series."""
+
 TABLE_RANKS = 64
 """Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
 
@@ -62,7 +66,7 @@ def render_page(run: RunRecord) -> str:
 
 def page_values(run: RunRecord) -> dict[str, Any]:
     """Everything that the template reads."""
-    plan, outcome, unit = run.plan, run.outcome, run.plan.step.unit
+    plan, outcome, units = run.plan, run.outcome, run.plan.step.units
     ranks, events = outcome.ranks if outcome else (), [] if run.planned_only else marks(run.folder)
     return {
         **head_values(run),
@@ -96,15 +100,15 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "seconds": lambda spent: seconds(spent or 0.0),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
-        "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, unit)),
+        "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, units)),
         "sample": outcome.sample if outcome else None,
         **gradients_section(outcome.gradients if outcome else None),
         **experts_section(outcome.experts if outcome else None),
-        "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, unit))
+        "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, units))
         if run.steps
         else None,
         "charts": {
-            "series": series_charts(run.steps, events, unit),
+            "series": series_charts(run.steps, events, units),
             "timeline": timeline_chart(plan),
         },
         "events": events[-MOST_MARKS:],
@@ -161,7 +165,8 @@ def _batch_size_advice(run: RunRecord) -> list[str]:
         recipe = run.settings()
     except ShardwiseError:
         return []
-    words = ("targets", "samples") if run.plan.step.unit == "samples" else ("tokens", "sequences")
+    units = run.plan.step.units
+    words = (units.trained, "sequences" if units == TOKENS else "samples")
     return batch_sentences(noise, recipe, noise.batch_tokens, words)
 
 
@@ -227,20 +232,20 @@ def _speed_card(run: RunRecord) -> Card:
     error = error_in_words(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
     trained, processed = run.tokens_per_second, step.tokens / measured
-    if step.unit == "tokens" and trained is not None and trained < 0.95 * processed:
-        note += f"\n{tokens_rate(trained)} trained on"
+    counts = step.units.trained
+    if trained is not None and counts != "targets" and (counts != "tokens" or trained < 0.95 * processed):
+        note += f"\n{tokens_rate(trained, counts)} trained on"
     return Card("Throughput", tokens_rate(processed, step.unit), note)
 
 
 def _loss_card(run: RunRecord) -> Card:
     if run.held_out_loss is not None:
-        return Card(
-            "Held-out loss",
-            _loss_text(run.held_out_loss),
-            _perplexity_text(run.held_out_loss, run.plan.step.unit),
-        )
+        note = _perplexity_text(run.held_out_loss, run.plan.step.units)
+        metrics = next((step.metrics for step in reversed(run.steps) if step.metrics), {})
+        return Card("Held-out loss", _loss_text(run.held_out_loss), _with_measures(note, metrics))
     if run.steps:
-        return Card("Training loss", _loss_text(run.steps[-1].loss), "last step; nothing was held out so far")
+        last, note = run.steps[-1], "last step; nothing was held out so far"
+        return Card("Training loss", _loss_text(last.loss), _with_measures(note, last.measures or {}))
     return Card("Held-out loss", "–", "not yet")
 
 
@@ -248,11 +253,19 @@ def _loss_text(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def _perplexity_text(loss: float, unit: Unit) -> str:
+def _with_measures(note: str, measures: Mapping[str, float]) -> str:
+    """A note and the first measures, which an objective names first because they matter most."""
+    first = list(measures.items())[:CARD_MEASURES]
+    return "\n".join([note, *(f"{measure_label(name)} {value:.3g}" for name, value in first)])
+
+
+def _perplexity_text(loss: float, units: Units) -> str:
     if not math.isfinite(loss):
         return "not a number"
-    if unit == "samples":
+    if units.read == "samples":
         return "of the module's own loss"
+    if units != TOKENS:
+        return f"mean over {units.trained}"
     return "nats per token" + (f"\nperplexity {math.exp(loss):.3g}" if loss < 12 else "")
 
 
