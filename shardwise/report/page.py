@@ -102,6 +102,8 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "traffic": _traffic_rows(plan),
         "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, units)),
         "sample": outcome.sample if outcome else None,
+        "answers": outcome.answers if outcome else (),
+        "unsampled": outcome.unsampled if outcome else "",
         **gradients_section(outcome.gradients if outcome else None),
         **experts_section(outcome.experts if outcome else None),
         "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, units))

@@ -173,12 +173,11 @@ def _scoring_of(folder: Path, recipe: Recipe | None, options: EvaluationOptions)
         return values
 
     if options.adapter is not None or (recipe is not None and _changes_nothing_at_first(recipe.adapter)):
-        reference, name = without_adapter, "the model without its adapter"
+        reference: Callable[[Batch], Batch] = without_adapter
+        name = "the model without its adapter"
     else:
-        reference, name = (
-            _first_model(given, objective, opened.dtype, options.device),
-            "the model before training",
-        )
+        reference = _first_model(given, objective, opened.dtype, options.device)
+        name = "the model before training"
     return _Scoring(
         opened.blueprint, opened.model, opened.tokenizer, length, objective, spec, reference, name
     )
