@@ -30,7 +30,7 @@ from shardwise.plugins.serve.load import open_model
 from shardwise.plugins.serve.multi_lora import BASE
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
-from shardwise.plugins.serve.serving import LENGTH_END, ServedModel, load_model
+from shardwise.plugins.serve.serving import LENGTH_END, ServedModel, load_model, serving_device
 from shardwise.recipe.sections import Recipe
 from shardwise.verifier.reference import reference_model
 
@@ -126,7 +126,7 @@ def _sampled(folder: Path, recipe: Recipe, outcome: Outcome, kind: DeviceKind) -
             return replace(outcome, unsampled=large if lengths else "no prompt leaves room for an answer")
         return replace(outcome, answers=_before_and_after(folder, recipe, questions, kind))
     except RecipeError:
-        return outcome  # the model does not generate text
+        return outcome  # as the functions that are called say
     except torch.OutOfMemoryError:
         return replace(outcome, unsampled=f"the whole model does not fit on one {kind.name}")
 
@@ -144,9 +144,9 @@ def _text(folder: Path, tokens: int) -> str:
 def _before_and_after(
     folder: Path, recipe: Recipe, questions: Sequence[Question], kind: DeviceKind
 ) -> tuple[AnswerRecord, ...]:
-    """Raises RecipeError if the model does not generate text."""
-    dtype = torch.float32 if kind.is_host else torch.bfloat16
-    opened = open_model(folder, None, dtype, torch.device(kind.torch_type))
+    """Raises RecipeError if the model does not generate text, or this process sees no such device."""
+    dtype, device = torch.float32 if kind.is_host else torch.bfloat16, serving_device(kind.torch_type)
+    opened = open_model(folder, None, dtype, device)
     start = None if recipe.adapter is None else recipe.adapter.start_from
     served = ServedModel(opened, {} if start is None else {_FIRST: start})
     answered = _greedy_answers(served, questions, ANSWER_TOKENS, _first_adapter(recipe, served))
@@ -155,7 +155,7 @@ def _before_and_after(
         opened.model.to("meta")  # one model at a time
         with suppress(CheckpointError, DataError):  # the files that the run started from may be gone
             first = reference_model(opened.blueprint, recipe.seed, dtype).eval().requires_grad_(False)
-            served = ServedModel(replace(opened, model=first.to(torch.device(kind.torch_type))))
+            served = ServedModel(replace(opened, model=first.to(device)))
             before = [each.text for each in _greedy_answers(served, questions, ANSWER_TOKENS)]
     return tuple(
         AnswerRecord(each.question.asked, text, each.text, each.question.expected)

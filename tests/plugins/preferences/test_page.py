@@ -49,7 +49,7 @@ def write_held_out(run: Path, path: Path) -> None:
 
 REFERENCES = {
     ("dpo.yaml",): "the model without its adapter",
-    ("dpo.yaml", "objective.name=kto", "adapter=null"): "the model before training",
+    ("dpo.yaml", "adapter=null"): "the model before training",
     (RECIPE,): "",
 }
 
