@@ -47,6 +47,8 @@ from shardwise.runtime.measures import Measures, collecting
 from shardwise.verifier.reference import reference_model
 
 _WHERE = "--preferences"
+_LOG_PROBABILITY = ObjectiveSpec(name="dpo", reference_free=True, beta=1.0)
+"""Its reward of an answer is log π(y)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class PreferenceMeasures:
     Attributes:
         measures: means over the pairs by name, such as ``accuracy``: the share of pairs whose chosen answer has the
             larger reward.
-        objective: what scores the pairs. reference: what rewards compare with; "" for nothing.
+        objective: what scores the pairs, its name or "log-probability".
+        reference: what rewards compare with; "" for nothing.
         pairs: how many were scored. cut: of those, pairs with an answer that is longer than ``sequence_length``.
         left_out: pairs whose answers are equal, or have nothing to score before the cut.
         sequence_length: most tokens of an answer with its prompt.
@@ -118,7 +121,7 @@ def preference_measures(
     sums = zip(scoring.objective.measures, found.sums.tolist(), strict=True)
     return PreferenceMeasures(
         {name: total / items for name, (total, items) in sums if items},
-        scoring.spec.name or "",
+        "log-probability" if scoring.spec == _LOG_PROBABILITY else scoring.spec.name or "",
         scoring.reference_name,
         count,
         int(data.cut[:count].sum()),
@@ -141,7 +144,7 @@ def _batches(data: Preferences, count: int, size: int) -> Iterator[tuple[int, Ba
 def _pairs(recipe: Recipe | None, source: str, scoring: _Scoring) -> Preferences:
     """The pairs of a source; a run's own settings say how they are read."""
     read = {"source": source, "sequence_length": scoring.length, "held_out": 0.0, "packing": False}
-    read |= {"mixture": None, "stream_window": None, "format": "auto", "too_long": "cut"}
+    read |= {"mixture": None, "stream_window": None, "format": "preference", "too_long": "cut"}
     spec = (recipe.data if recipe else DataSpec()).model_copy(update=read)
     kind = "scored" if scoring.spec.head == "score" else "pairs"
     data = open_splits(spec, scoring.tokenizer, default_root(), kind=kind).train
@@ -191,11 +194,7 @@ def _spec_of(recipe: Recipe | None, chosen: str, options: EvaluationOptions) -> 
             return own
         if own.reads_reference:
             return ObjectiveSpec(name="dpo", beta=own.beta)
-    return (
-        ObjectiveSpec(name="dpo")
-        if chosen != BASE
-        else ObjectiveSpec(name="dpo", reference_free=True, beta=1.0)
-    )
+    return ObjectiveSpec(name="dpo") if chosen != BASE else _LOG_PROBABILITY
 
 
 def _objective(recipe: Recipe) -> TrainingObjective:

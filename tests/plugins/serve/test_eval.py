@@ -150,7 +150,7 @@ def test_preferences_are_the_log_probabilities_of_a_plain_pass(
     assert measures["accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
     assert (found["pairs"], found["reference"]) == (len(PAIRS), "")
     assert run([*words, "--sequences", "2"]) == 0
-    assert "of 2 pairs" in capfd.readouterr().out
+    assert "of 2 pairs scored by log-probability" in capfd.readouterr().out
 
 
 def test_preferences_of_a_reward_model_are_its_scores_at_the_last_token(
@@ -180,7 +180,7 @@ def test_preferences_of_a_reward_model_are_its_scores_at_the_last_token(
 @pytest.mark.parametrize(
     ("text", "words", "code", "says"),
     [
-        ('{"text": "no pair"}', [], 3, "chosen and rejected"),
+        ('{"text": "no pair"}', [], 3, "pairs.jsonl:1"),
         (
             '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": 3, "rejected": "c"}',
             [],

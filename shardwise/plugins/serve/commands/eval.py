@@ -134,4 +134,4 @@ def _print_preferences(model: Path, data: str, options: EvaluationOptions, as_js
     against = f", against {found.reference}" if found.reference else ""
     notes = [f"{found.cut:,} cut to {found.sequence_length:,} tokens"] if found.cut else []
     notes += [f"{found.left_out:,} left out: nothing tells their answers apart"] if found.left_out else []
-    typer.echo("; ".join([f"of {found.pairs:,} pairs as {found.objective} scores them{against}", *notes]))
+    typer.echo("; ".join([f"of {found.pairs:,} pairs scored by {found.objective}{against}", *notes]))
