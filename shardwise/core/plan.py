@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardwise.core.block_times import BlockTimes
+from shardwise.core.counted import Unit, Units
 from shardwise.core.errors import DataError, one_line
 from shardwise.core.figures import of_capacity, percent_text, tokens_rate
 from shardwise.core.json_file import (
@@ -48,22 +49,6 @@ def _axes_by_name(degrees: Mapping[str, int]) -> Layout:
 
 
 Degrees = Annotated[Layout, written_as(dict[str, PositiveInt], _axes_by_name, lambda layout: layout.degrees)]
-
-
-Unit: TypeAlias = Literal["tokens", "samples"]
-"""What a run reads, for its rates."""
-
-
-class Units(NamedTuple):
-    """What a run reads, and what its loss is a mean over: tokens, of a model's own loss; pairs, for example, of an
-    objective on preferences.
-    """
-
-    read: Unit = "tokens"
-    trained: str = "tokens"
-
-
-TOKENS = Units()
 
 
 @dataclass(frozen=True)

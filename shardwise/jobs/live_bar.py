@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.errors import DataError
-from shardwise.core.plan import TOKENS, Units
 from shardwise.core.run_files import StepRecord
 from shardwise.report.record import StepLines, read_run
 from shardwise.trainer.progress import Progressing, described

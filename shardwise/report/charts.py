@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.errors import one_line
-from shardwise.core.plan import TOKENS, Plan, Units
+from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, row_label, unit_for
 from shardwise.report.pictures import ACCENT, INK, STACK, loss_title, page_colour, through_the_step

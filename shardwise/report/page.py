@@ -9,13 +9,13 @@ those of the series and of the memory through a step by charts with hover and zo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardwise.core.counted import TOKENS
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.identity import starts
-from shardwise.core.plan import TOKENS, Plan, Units
+from shardwise.core.plan import Plan
 from shardwise.core.plugins import plugin
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
@@ -26,13 +26,13 @@ from shardwise.report.blocks import blocks_through_time
 from shardwise.report.charts import series_charts, timeline_chart
 from shardwise.report.experts import experts_section
 from shardwise.report.gradients import gradients_section
+from shardwise.report.loss_card import loss_card
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
     COLOURS,
     by_size,
     deviation,
     error_in_words,
-    measure_label,
     of_capacity,
     peak_of,
     percent_text,
@@ -51,9 +51,6 @@ from shardwise.report.template import rendered
 
 SHOWN_SITES = 12
 """Allocation sites that are shown; the others are in a list that opens."""
-
-CARD_MEASURES = 2
-"""Measures of the objective in the head of the page; all are among the series."""
 
 TABLE_RANKS = 64
 """Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
@@ -101,9 +98,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
         "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, units)),
-        "sample": outcome.sample if outcome else None,
-        "answers": outcome.answers if outcome else (),
-        "unsampled": outcome.unsampled if outcome else "",
+        "written": outcome,
         **gradients_section(outcome.gradients if outcome else None),
         **experts_section(outcome.experts if outcome else None),
         "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, units))
@@ -138,7 +133,7 @@ def head_values(run: RunRecord) -> dict[str, Any]:
         "cards": [
             _peak_card(run),
             _speed_card(run),
-            run_card(run.answer) or _loss_card(run),
+            run_card(run.answer) or loss_card(run),
             *_mfu_card(run),
         ],
     }
@@ -238,37 +233,6 @@ def _speed_card(run: RunRecord) -> Card:
     if trained is not None and counts != "targets" and (counts != "tokens" or trained < 0.95 * processed):
         note += f"\n{tokens_rate(trained, counts)} trained on"
     return Card("Throughput", tokens_rate(processed, step.unit), note)
-
-
-def _loss_card(run: RunRecord) -> Card:
-    if run.held_out_loss is not None:
-        note = _perplexity_text(run.held_out_loss, run.plan.step.units)
-        metrics = next((step.metrics for step in reversed(run.steps) if step.metrics), {})
-        return Card("Held-out loss", _loss_text(run.held_out_loss), _with_measures(note, metrics))
-    if run.steps:
-        last, note = run.steps[-1], "last step; nothing was held out so far"
-        return Card("Training loss", _loss_text(last.loss), _with_measures(note, last.measures or {}))
-    return Card("Held-out loss", "–", "not yet")
-
-
-def _loss_text(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else str(value)
-
-
-def _with_measures(note: str, measures: Mapping[str, float]) -> str:
-    """A note and the first measures, which an objective names first because they matter most."""
-    first = list(measures.items())[:CARD_MEASURES]
-    return "\n".join([note, *(f"{measure_label(name)} {value:.3g}" for name, value in first)])
-
-
-def _perplexity_text(loss: float, units: Units) -> str:
-    if not math.isfinite(loss):
-        return "not a number"
-    if units.read == "samples":
-        return "of the module's own loss"
-    if units != TOKENS:
-        return f"mean over {units.trained}"
-    return "nats per token" + (f"\nperplexity {math.exp(loss):.3g}" if loss < 12 else "")
 
 
 def _mfu_card(run: RunRecord) -> Iterator[Card]:

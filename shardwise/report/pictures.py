@@ -25,9 +25,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
-from shardwise.core.plan import TOKENS, Plan, Units
+from shardwise.core.plan import Plan
 from shardwise.core.run_files import RankMemory, StepRecord
 from shardwise.report.notation import COLOURS, MemoryUnit, by_size, deviation, row_label, unit_for
 

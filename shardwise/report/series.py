@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from shardwise.core.plan import TOKENS, Units
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, measure_label, unit_for
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, loss_title, thinned
@@ -113,7 +113,7 @@ def _measured(steps: Sequence[StepRecord]) -> list[Series]:
 
 
 def _throughput(steps: Sequence[StepRecord], units: Units) -> list[Series]:
-    """What is read and what is trained on, in one row where both are the same unit."""
+    """Of the tokens that are read and trained on; in two rows where units differ."""
     processed, title = [step.processed_per_second for step in steps], f"{units.read} per second"
     trained = [step.tokens_per_second for step in steps]
     if units.trained == units.read:

@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.figures import measure_label
-from shardwise.core.plan import TOKENS, Units
 from shardwise.core.run_files import StepRecord
 from shardwise.core.units import format_bytes, format_seconds
 
@@ -147,7 +147,7 @@ def described(metrics: StepRecord, units: Units = TOKENS) -> str:
 
 
 def _rates(metrics: StepRecord, units: Units) -> str:
-    """Tokens per second; where padding and prompts are computed too, what is trained on apart. Or samples."""
+    """Tokens per second; where padding and prompts are computed too, those that are trained on apart; or samples."""
     trained, processed = metrics.tokens_per_second, metrics.processed_per_second
     if units.read == "samples":
         return f"{processed or 0:,.0f} samples/s"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.core.counted import Units
 from shardwise.core.identity import STARTS, Start, append, starts
-from shardwise.core.plan import Plan, Units
+from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
 from shardwise.report.charts import series_charts
 from shardwise.report.page import render_page

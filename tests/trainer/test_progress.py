@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from shardwise.core.plan import TOKENS, Units
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.run_files import StepRecord
 from shardwise.trainer.progress import Progressing, StepLine
 

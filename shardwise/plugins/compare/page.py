@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.atomic_file import write_whole
+from shardwise.core.counted import Units
 from shardwise.core.errors import RecipeError
 from shardwise.core.identity import starts
-from shardwise.core.plan import Units
 from shardwise.core.units import format_bytes, format_count
 from shardwise.report.charts import compared_charts
 from shardwise.report.notation import seconds, tokens_rate
