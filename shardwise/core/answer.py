@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardwise.core.counted import Unit
 from shardwise.core.json_file import plain
-from shardwise.core.plan import Candidate, PeakIs, Unit
+from shardwise.core.plan import Candidate, PeakIs
 from shardwise.core.units import format_bytes, format_percent
 
 SURE = 3.0

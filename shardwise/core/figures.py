@@ -47,8 +47,13 @@ def percent_text(part: float, whole: float) -> str:
     return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
 
 
+def measure_label(name: str) -> str:
+    """The name of a measure in words: `reward margin`."""
+    return name.replace("_", " ")
+
+
 def tokens_rate(rate: float, unit: str = "tokens") -> str:
-    """Tokens or samples per second, three digits: `79.7 k tokens/s`."""
+    """Tokens, samples or pairs per second, three digits: `79.7 k tokens/s`."""
     prefix = ""
     for larger in ("k ", "M ", "G "):
         if rate < 999.5:

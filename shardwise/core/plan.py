@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardwise.core.block_times import BlockTimes
+from shardwise.core.counted import Unit, Units
 from shardwise.core.errors import DataError, one_line
 from shardwise.core.figures import of_capacity, percent_text, tokens_rate
 from shardwise.core.json_file import (
@@ -50,10 +51,6 @@ def _axes_by_name(degrees: Mapping[str, int]) -> Layout:
 Degrees = Annotated[Layout, written_as(dict[str, PositiveInt], _axes_by_name, lambda layout: layout.degrees)]
 
 
-Unit: TypeAlias = Literal["tokens", "samples"]
-"""What a run reads, for its rates."""
-
-
 @dataclass(frozen=True)
 class StepEstimate:
     """One optimizer step: predicted time, and counts.
@@ -70,6 +67,7 @@ class StepEstimate:
         phases: seconds of forward, backward, optimizer and communication, of the rank that was dry-run; communication
             is the part that is not overlapped.
         unit: what ``tokens`` counts; a user's own dataset has samples, whose targets only the loss counts.
+        counted: what the loss is a mean over, where the unit is tokens (``TrainingObjective.counted``).
     """
 
     seconds: Annotated[Finite, Field(gt=0)]
@@ -81,6 +79,11 @@ class StepEstimate:
     model_flops: Total = 0
     phases: Mapping[str, Seconds] = field(default_factory=dict)
     unit: Unit = "tokens"
+    counted: str = "tokens"
+
+    @property
+    def units(self) -> Units:
+        return Units(self.unit, self.counted if self.unit == "tokens" else "targets")
 
     @property
     def tokens_per_second(self) -> float:

@@ -172,6 +172,22 @@ class ExpertsRecord:
 
 
 @dataclass(frozen=True)
+class AnswerRecord:
+    """Greedy answers to a held-out prompt.
+
+    Attributes:
+        before: of the model before training; None where it is not known.
+        after: of the trained model.
+        expected: the data's, the chosen one of a pair; "" for a prompt alone.
+    """
+
+    prompt: str
+    before: str | None
+    after: str
+    expected: str = ""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """``report.json``: measured results of a run that reached its end, with the plan's predictions.
 
@@ -181,7 +197,7 @@ class Outcome:
         trained_parameters: those that are not frozen; None in reports of earlier versions.
         tokens: targets trained on, earlier runs of a resumed run included.
         seconds: of this run's training, evaluation and saving.
-        sample: text from the model.
+        sample: text of a model of plain text. answers: those of a model of records. unsampled: why there are neither.
         passes: the measured passes of a pipeline.
         phases: the measured seconds of a step by phase; None if the run was too short.
         held_out_losses: the last ones of the named validation sets.
@@ -201,6 +217,8 @@ class Outcome:
     tokens: Size = 0
     seconds: Seconds = 0.0
     sample: str | None = None
+    answers: tuple[AnswerRecord, ...] = ()
+    unsampled: str = ""
     device: str = ""
     world_size: Size = 0
     passes: PassesRecord | None = None

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.errors import DataError
-from shardwise.core.plan import Unit
 from shardwise.core.run_files import StepRecord
 from shardwise.report.record import StepLines, read_run
 from shardwise.trainer.progress import Progressing, described
@@ -46,11 +46,11 @@ def live_bar(folder: Path, steps: int, shown: bool | None = None) -> Iterator[No
         yield
         return
 
-    def bar(unit: Unit) -> StepBar:
+    def bar(units: Units) -> StepBar:
         if in_notebook():
-            return NotebookBar(steps, unit)
+            return NotebookBar(steps, units)
         console = Console(stderr=True, highlight=False, force_terminal=False) if shown is None else None
-        return Progressing(steps, 0, console, unit, LINE_SECONDS)
+        return Progressing(steps, 0, console, units, LINE_SECONDS)
 
     done = threading.Event()
     thread = threading.Thread(target=_follow, args=(folder, bar, done), daemon=True)
@@ -71,15 +71,15 @@ def in_notebook() -> bool:
 class NotebookBar:
     """One output of a cell that changes in place."""
 
-    def __init__(self, steps: int, unit: Unit = "tokens") -> None:
-        self._steps, self._unit = steps, unit
+    def __init__(self, steps: int, units: Units = TOKENS) -> None:
+        self._steps, self._units = steps, units
         self._handle: Any = None
 
     def show(self, metrics: StepRecord) -> None:
         from IPython.display import HTML, display
 
         bar = f'<progress value="{metrics.step}" max="{self._steps}" style="width:16em"></progress>'
-        said = escape(described(metrics, self._unit)).replace("  ", " · ")
+        said = escape(described(metrics, self._units)).replace("  ", " · ")
         shown = HTML(f"<div>{bar} step {metrics.step} of {self._steps} · {said}</div>")
         if self._handle is None:
             self._handle = display(shown, display_id=True)
@@ -90,7 +90,7 @@ class NotebookBar:
         """The last step stays."""
 
 
-def _follow(folder: Path, make: Callable[[Unit], StepBar], done: threading.Event) -> None:
+def _follow(folder: Path, make: Callable[[Units], StepBar], done: threading.Event) -> None:
     """Show lines that are added to the run's metrics, until ``done``; ``make`` a bar when its plan is known."""
     lines, seen, ended = StepLines(folder / "metrics.jsonl"), 0, False
     bar: StepBar | None = None
@@ -99,7 +99,7 @@ def _follow(folder: Path, make: Callable[[Unit], StepBar], done: threading.Event
         try:
             records = lines.read()
             if records and bar is None:
-                bar = make(read_run(folder, records).plan.step.unit)
+                bar = make(read_run(folder, records).plan.step.units)
         except DataError:  # they are being written anew
             continue
         if bar is not None and records and records[-1].step != seen:

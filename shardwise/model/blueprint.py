@@ -82,6 +82,7 @@ class TrainingObjective(ABC):
     gradients and no optimizer state, and checkpoints do not store them.
 
     Attributes:
+        counted: what ``count`` counts, in a word: the loss of a run is the mean over them.
         measures: names of the measures that ``loss`` notes (``runtime/measures.py``).
         per_token, per_sample: names of further tensors of its batches: [b, s], one value for each token, and others.
         whole_step: whether ``before_step`` is to be called.
@@ -89,6 +90,7 @@ class TrainingObjective(ABC):
         plan_notes: sentences for the plan.
     """
 
+    counted: str = "targets"
     measures: tuple[str, ...] = ()
     per_token: frozenset[str] = frozenset()
     per_sample: frozenset[str] = frozenset()
@@ -139,6 +141,8 @@ class TrainingObjective(ABC):
 
 class OwnLoss(TrainingObjective):
     """The loss that the model's blueprint computes."""
+
+    counted = "tokens"
 
     def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
         return blueprint.loss(model, batch)

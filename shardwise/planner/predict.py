@@ -117,7 +117,7 @@ def predict(
         run = dry_run(recipe, blueprint, strategy, cluster, rank=rank)
     else:
         run = _shortened_run(recipe, blueprint, strategy, cluster, rank)
-    cost, layout = run.cost, layout_of(strategy, cluster.world_size)
+    cost, layout, dtype = run.cost, layout_of(strategy, cluster.world_size), run.compute_dtype
     worst = max(run.peaks.values(), key=lambda peak: peak.bytes)
     overhead = cluster.device.overhead
     seen, unseen = overhead.workspace_bytes, overhead.outside_allocator(run.communicators)
@@ -125,7 +125,6 @@ def predict(
     reserved, limited, expanded = _reserves(run, worst.bytes + seen, room, options_in(cluster.device.kind))
     fragmentation = max(0, reserved - worst.bytes - seen)
     time = predicted_step_time(cost, layout, cluster)
-    dtype = run.compute_dtype
     useful = model_flops(blueprint, recipe.data, recipe.batch_size, dtype, cluster.device.kind)
     estimate = StepEstimate(
         seconds=time.seconds,
@@ -137,6 +136,7 @@ def predict(
         split=time.split,
         phases=phase_seconds(cost, time, cluster),
         unit="tokens" if blueprint.dataset is None else "samples",
+        counted=blueprint.minimises.counted,
     )
     return Prediction(
         strategy=strategy,

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.errors import one_line
-from shardwise.core.plan import Plan, Unit
+from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, row_label, unit_for
 from shardwise.report.pictures import ACCENT, INK, STACK, loss_title, page_colour, through_the_step
@@ -23,17 +24,17 @@ MOST_DOTS = 60
 """Most points of a line that are drawn as dots."""
 
 
-def series_charts(steps: Sequence[StepRecord], events: Sequence[Mark], unit: Unit = "tokens") -> ChartValues:
+def series_charts(steps: Sequence[StepRecord], events: Sequence[Mark], units: Units = TOKENS) -> ChartValues:
     """Loss and every series of a run, with its events."""
-    rest = [_series_chart(row, dict.fromkeys(row.values, steps)) for row in series_of(steps, unit)]
+    rest = [_series_chart(row, dict.fromkeys(row.values, steps)) for row in series_of(steps, units)]
     marks = [{"step": mark.step, "event": mark.event, "words": mark.words} for mark in events]
-    return {"step": "step", "marks": marks, "charts": [_loss_chart(steps, unit), *rest] if steps else []}
+    return {"step": "step", "marks": marks, "charts": [_loss_chart(steps, units), *rest] if steps else []}
 
 
-def compared_charts(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "tokens") -> ChartValues:
+def compared_charts(runs: Mapping[str, Sequence[StepRecord]], units: Units = TOKENS) -> ChartValues:
     """A chart for each series, with a line for each run."""
-    loss = loss_title(unit)
-    charts = [{**_series_chart(row, runs), "tall": row.title == loss} for row in compared_series(runs, unit)]
+    loss = loss_title(units)
+    charts = [{**_series_chart(row, runs), "tall": row.title == loss} for row in compared_series(runs, units)]
     return {"step": "step", "marks": [], "charts": charts}
 
 
@@ -73,11 +74,11 @@ def _bands(phases: Sequence[str]) -> Iterator[ChartValues]:
         start = end
 
 
-def _loss_chart(steps: Sequence[StepRecord], unit: Unit) -> ChartValues:
+def _loss_chart(steps: Sequence[StepRecord], units: Units) -> ChartValues:
     lines = [_chart_line("training", steps, [step.loss for step in steps], INK)]
     if any(step.held_out_loss is not None for step in steps):
         lines.append(_chart_line("held-out", steps, [step.held_out_loss for step in steps], ACCENT))
-    return {"title": loss_title(unit), "log": False, "tall": True, "lines": lines}
+    return {"title": loss_title(units), "log": False, "tall": True, "lines": lines}
 
 
 def _series_chart(row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> ChartValues:

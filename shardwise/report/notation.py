@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.core.figures import MemoryUnit as MemoryUnit
+from shardwise.core.figures import measure_label as measure_label
 from shardwise.core.figures import of_capacity as of_capacity
 from shardwise.core.figures import percent_text as percent_text
 from shardwise.core.figures import tokens_rate as tokens_rate

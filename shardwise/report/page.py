@@ -9,13 +9,13 @@ those of the series and of the memory through a step by charts with hover and zo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardwise.core.counted import TOKENS
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.identity import starts
-from shardwise.core.plan import Plan, Unit
+from shardwise.core.plan import Plan
 from shardwise.core.plugins import plugin
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
@@ -26,6 +26,7 @@ from shardwise.report.blocks import blocks_through_time
 from shardwise.report.charts import series_charts, timeline_chart
 from shardwise.report.experts import experts_section
 from shardwise.report.gradients import gradients_section
+from shardwise.report.loss_card import loss_card
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
     COLOURS,
@@ -62,7 +63,7 @@ def render_page(run: RunRecord) -> str:
 
 def page_values(run: RunRecord) -> dict[str, Any]:
     """Everything that the template reads."""
-    plan, outcome, unit = run.plan, run.outcome, run.plan.step.unit
+    plan, outcome, units = run.plan, run.outcome, run.plan.step.units
     ranks, events = outcome.ranks if outcome else (), [] if run.planned_only else marks(run.folder)
     return {
         **head_values(run),
@@ -96,15 +97,15 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "seconds": lambda spent: seconds(spent or 0.0),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
-        "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, unit)),
-        "sample": outcome.sample if outcome else None,
+        "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, units)),
+        "written": outcome,
         **gradients_section(outcome.gradients if outcome else None),
         **experts_section(outcome.experts if outcome else None),
-        "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, unit))
+        "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, units))
         if run.steps
         else None,
         "charts": {
-            "series": series_charts(run.steps, events, unit),
+            "series": series_charts(run.steps, events, units),
             "timeline": timeline_chart(plan),
         },
         "events": events[-MOST_MARKS:],
@@ -132,7 +133,7 @@ def head_values(run: RunRecord) -> dict[str, Any]:
         "cards": [
             _peak_card(run),
             _speed_card(run),
-            run_card(run.answer) or _loss_card(run),
+            run_card(run.answer) or loss_card(run),
             *_mfu_card(run),
         ],
     }
@@ -161,7 +162,8 @@ def _batch_size_advice(run: RunRecord) -> list[str]:
         recipe = run.settings()
     except ShardwiseError:
         return []
-    words = ("targets", "samples") if run.plan.step.unit == "samples" else ("tokens", "sequences")
+    units = run.plan.step.units
+    words = (units.trained, "sequences" if units == TOKENS else "samples")
     return batch_sentences(noise, recipe, noise.batch_tokens, words)
 
 
@@ -227,33 +229,10 @@ def _speed_card(run: RunRecord) -> Card:
     error = error_in_words(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
     trained, processed = run.tokens_per_second, step.tokens / measured
-    if step.unit == "tokens" and trained is not None and trained < 0.95 * processed:
-        note += f"\n{tokens_rate(trained)} trained on"
+    counts = step.units.trained
+    if trained is not None and counts != "targets" and (counts != "tokens" or trained < 0.95 * processed):
+        note += f"\n{tokens_rate(trained, counts)} trained on"
     return Card("Throughput", tokens_rate(processed, step.unit), note)
-
-
-def _loss_card(run: RunRecord) -> Card:
-    if run.held_out_loss is not None:
-        return Card(
-            "Held-out loss",
-            _loss_text(run.held_out_loss),
-            _perplexity_text(run.held_out_loss, run.plan.step.unit),
-        )
-    if run.steps:
-        return Card("Training loss", _loss_text(run.steps[-1].loss), "last step; nothing was held out so far")
-    return Card("Held-out loss", "–", "not yet")
-
-
-def _loss_text(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else str(value)
-
-
-def _perplexity_text(loss: float, unit: Unit) -> str:
-    if not math.isfinite(loss):
-        return "not a number"
-    if unit == "samples":
-        return "of the module's own loss"
-    return "nats per token" + (f"\nperplexity {math.exp(loss):.3g}" if loss < 12 else "")
 
 
 def _mfu_card(run: RunRecord) -> Iterator[Card]:

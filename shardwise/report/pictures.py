@@ -25,9 +25,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
-from shardwise.core.plan import Plan, Unit
+from shardwise.core.plan import Plan
 from shardwise.core.run_files import RankMemory, StepRecord
 from shardwise.report.notation import COLOURS, MemoryUnit, by_size, deviation, row_label, unit_for
 
@@ -141,19 +142,21 @@ def _attribute(text: str) -> str:
 # -- loss ---------------------------------------------------------------------------------------------
 
 
-def loss_title(unit: Unit) -> str:
-    """The loss of tokens is in nats; that of a user's samples is whatever it is."""
-    return "loss, nats per token" if unit == "tokens" else "loss"
+def loss_title(units: Units) -> str:
+    """The loss of tokens is in nats. That of an objective has no unit, and is a mean over what it counts."""
+    if units == TOKENS:
+        return "loss, nats per token"
+    return "loss" if units.trained == "targets" else f"loss, mean over {units.trained}"
 
 
 @matplotlib.rc_context(STYLE)
-def loss_curve(steps: Sequence[StepRecord], width: float = WIDE_INCHES, unit: Unit = "tokens") -> Figure:
+def loss_curve(steps: Sequence[StepRecord], width: float = WIDE_INCHES, units: Units = TOKENS) -> Figure:
     """Training loss (each step, and smoothed if there are many), validation loss, and the learning rate."""
     figure = Figure(figsize=(width, 4.3), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4.5, 1))
     below.set_xlabel("optimizer step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE_INCHES else 4))
-    above.set_title(loss_title(unit), loc="left", color=MUTED, fontsize=9)
+    above.set_title(loss_title(units), loc="left", color=MUTED, fontsize=9)
     below.set_title("learning rate", loc="left", color=MUTED, fontsize=9)
     if not steps:
         above.text(0.5, 0.5, "no step has finished yet", transform=above.transAxes, ha="center", color=MUTED)

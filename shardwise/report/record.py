@@ -89,7 +89,7 @@ class RunRecord:
         if self.held_out_loss is not None:
             facts.append(f"held-out loss {self.held_out_loss:.4f}")
         facts.append(f"page: {self.folder / 'report.html'}")
-        drawn = svg(loss_curve(self.steps, NARROW_INCHES, self.plan.step.unit), f"Loss of {self.name}")
+        drawn = svg(loss_curve(self.steps, NARROW_INCHES, self.plan.step.units), f"Loss of {self.name}")
         return notebook_card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
 
     @property
@@ -107,7 +107,7 @@ class RunRecord:
     @property
     def counted(self) -> str:
         """What the loss of a step is divided by, in a word."""
-        return "tokens" if self.plan.step.unit == "tokens" else "targets"
+        return self.plan.step.units.trained
 
     @property
     def held_out_loss(self) -> float | None:

@@ -35,7 +35,7 @@ def write_report(folder: Path) -> Path:
     """
     run = read_run(folder)
     page = run.folder / "report.html"
-    write_whole(run.folder / "loss.png", png(loss_curve(run.steps, unit=run.plan.step.unit)))
+    write_whole(run.folder / "loss.png", png(loss_curve(run.steps, units=run.plan.step.units)))
     write_whole(run.folder / "memory.png", png(memory_timeline(run.plan)))
     if run.plan.world_size > 1:
         write_whole(run.folder / "mesh.png", png(mesh(run.plan.layout, run.plan.devices_per_node)))

@@ -15,9 +15,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from shardwise.core.plan import Unit
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.run_files import StepRecord
-from shardwise.report.notation import COLOURS, unit_for
+from shardwise.report.notation import COLOURS, measure_label, unit_for
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, loss_title, thinned
 
 EVENTS = "events.jsonl"
@@ -65,19 +65,17 @@ class Mark:
     words: str
 
 
-def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series]:
+def series_of(steps: Sequence[StepRecord], units: Units = TOKENS) -> list[Series]:
     """The series of ``steps``, without those that have no value."""
     memory = unit_for(max((step.peak_bytes or 0 for step in steps), default=1) or 1)
     sets = dict.fromkeys(name for step in steps for name in step.held_out_losses or ())
     named = {name: [(step.held_out_losses or {}).get(name) for step in steps] for name in sets}
-    metrics = dict.fromkeys(name for step in steps for name in step.metrics or ())
-    measured = [Series(f"{n}, held-out", {"": [(s.metrics or {}).get(n) for s in steps]}) for n in metrics]
     rows = [
-        Series(loss_title(unit).replace("loss", "loss of validation sets"), named, apart=True),
-        *measured,
+        Series(loss_title(units).replace("loss", "loss of validation sets"), named, apart=True),
+        *_measured(steps),
         Series("gradient norm", {"": [step.grad_norm for step in steps]}, logarithmic=True),
         Series("learning rate", {"": [step.learning_rate for step in steps]}),
-        Series(f"{unit} per second", _throughput(steps, unit)),
+        *_throughput(steps, units),
         Series(
             f"peak memory of rank 0, {memory.name}",
             {"": [None if step.peak_bytes is None else step.peak_bytes / memory.size for step in steps]},
@@ -96,12 +94,35 @@ def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series
     return [row for row in rows if any(value is not None for line in row.values.values() for value in line)]
 
 
-def _throughput(steps: Sequence[StepRecord], unit: Unit) -> dict[str, list[float | None]]:
-    """By the unit. Targets that a user's loss counts need not be samples."""
-    processed = [step.processed_per_second for step in steps]
-    if unit == "samples":
-        return {"": processed}
-    return {"processed": processed, "trained on": [step.tokens_per_second for step in steps]}
+def _measured(steps: Sequence[StepRecord]) -> list[Series]:
+    """A row for every measure, whatever the objective: of the batches trained on, and of the held-out data."""
+    names = dict.fromkeys(name for step in steps for name in (*(step.measures or ()), *(step.metrics or ())))
+    rows = []
+    for name in names:
+        lines = {
+            "training": [(step.measures or {}).get(name) for step in steps],
+            "held-out": [(step.metrics or {}).get(name) for step in steps],
+        }
+        lines = {key: line for key, line in lines.items() if any(value is not None for value in line)}
+        title = measure_label(name)
+        if "training" not in lines:
+            rows.append(Series(f"{title}, held-out", {"": lines["held-out"]}))
+        else:
+            rows.append(Series(title, lines if len(lines) > 1 else {"": lines["training"]}))
+    return rows
+
+
+def _throughput(steps: Sequence[StepRecord], units: Units) -> list[Series]:
+    """Of the tokens that are read and trained on; in two rows where units differ."""
+    processed, title = [step.processed_per_second for step in steps], f"{units.read} per second"
+    trained = [step.tokens_per_second for step in steps]
+    if units.trained == units.read:
+        return [Series(title, {"processed": processed, "trained on": trained})]
+    rows = [Series(title, {"": processed})]
+    # Targets that a user's loss counts may be anything.
+    return (
+        rows if units.trained == "targets" else [*rows, Series(f"{units.trained} per second", {"": trained})]
+    )
 
 
 def marks(folder: Path) -> list[Mark]:
@@ -134,19 +155,19 @@ def _figure(value: Any) -> str:
 
 @matplotlib.rc_context(STYLE)
 def series_picture(
-    steps: Sequence[StepRecord], events: Sequence[Mark], width: float = WIDE_INCHES, unit: Unit = "tokens"
+    steps: Sequence[StepRecord], events: Sequence[Mark], width: float = WIDE_INCHES, units: Units = TOKENS
 ) -> Figure:
     """A row for each series, with a line at every event."""
-    return _picture({"": steps}, series_of(steps, unit), events, width)
+    return _picture({"": steps}, series_of(steps, units), events, width)
 
 
-def compared_series(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "tokens") -> list[Series]:
+def compared_series(runs: Mapping[str, Sequence[StepRecord]], units: Units = TOKENS) -> list[Series]:
     """A row for each series, with a line for each run by name; the loss first."""
     rows: dict[str, Series] = {}
     for name, steps in runs.items():
         if not steps:
             continue
-        for row in [Series(loss_title(unit), {"": [step.loss for step in steps]}), *series_of(steps, unit)]:
+        for row in [Series(loss_title(units), {"": [step.loss for step in steps]}), *series_of(steps, units)]:
             filled = {key: line for key, line in row.values.items() if any(v is not None for v in line)}
             lines = filled if row.apart else {"": next(iter(filled.values()))}
             for key, line in lines.items():
@@ -158,10 +179,10 @@ def compared_series(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "toke
 
 @matplotlib.rc_context(STYLE)
 def compared_picture(
-    runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE_INCHES, unit: Unit = "tokens"
+    runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE_INCHES, units: Units = TOKENS
 ) -> Figure:
     """A row for each series, with a line for each run by name."""
-    return _picture(runs, compared_series(runs, unit), [], width)
+    return _picture(runs, compared_series(runs, units), [], width)
 
 
 def _picture(

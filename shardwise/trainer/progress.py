@@ -11,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.core.plan import Unit
+from shardwise.core.counted import TOKENS, Units
+from shardwise.core.figures import measure_label
 from shardwise.core.run_files import StepRecord
 from shardwise.core.units import format_bytes, format_seconds
 
@@ -20,8 +21,12 @@ PLAIN_SECONDS = 5.0
 
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 
-DROPPED = ("peak", "bar", "rate", "validation", "left")
-"""What a narrow terminal does without, in this order. The step and the loss stay."""
+MEASURES = "measures"
+"""Begins the names of figures that are measures of the objective, or metrics."""
+
+DROPPED = ("peak", MEASURES, "bar", "rate", "validation", "left")
+"""What a narrow terminal does without, in this order; of the measures the last one first. The step and the loss stay.
+"""
 
 
 class Progressing:
@@ -29,7 +34,7 @@ class Progressing:
 
     Args:
         resumed: steps that were done before.
-        unit: what the run reads.
+        units: what the run reads and trains on.
         seconds: without a terminal, least time between two lines.
     """
 
@@ -38,13 +43,13 @@ class Progressing:
         steps: int,
         resumed: int,
         console: Console | None = None,
-        unit: Unit = "tokens",
+        units: Units = TOKENS,
         seconds: float = PLAIN_SECONDS,
     ) -> None:
         self._console, self._seconds = console or Console(highlight=False), seconds
-        self._steps, self._unit = steps, unit
+        self._steps, self._units = steps, units
         self._last_line = 0.0
-        self._line = StepLine(steps, resumed, unit)
+        self._line = StepLine(steps, resumed, units)
         self._bar: Live | None = None
         if self._console.is_terminal:
             self._bar = Live(self._line, console=self._console, refresh_per_second=10)
@@ -60,7 +65,7 @@ class Progressing:
         if due or metrics.step == self._steps:
             self._last_line = now
             self._console.print(
-                f"step {metrics.step}/{self._steps}  {described(metrics, self._unit)}  {self._line.left:,.0f} s left",
+                f"step {metrics.step}/{self._steps}  {described(metrics, self._units)}  {self._line.left:,.0f} s left",
                 soft_wrap=True,
             )
 
@@ -72,8 +77,8 @@ class Progressing:
 class StepLine:
     """The last step on one line of a terminal: as much of it as there is room for."""
 
-    def __init__(self, steps: int, resumed: int, unit: Unit = "tokens") -> None:
-        self._steps, self._resumed, self._unit = steps, resumed, unit
+    def __init__(self, steps: int, resumed: int, units: Units = TOKENS) -> None:
+        self._steps, self._resumed, self._units = steps, resumed, units
         self._metrics: StepRecord | None = None
         self._first = (0, 0.0)
         self.left = 0.0
@@ -90,8 +95,9 @@ class StepLine:
         done = self._resumed if self._metrics is None else self._metrics.step
         figures = {} if self._metrics is None else dict(self._figures(self._metrics))
         head = f"step {done}/{self._steps}"
-        for count in range(len(DROPPED) + 1):
-            dropped = DROPPED[:count]
+        order = _dropped(figures)
+        for count in range(len(order) + 1):
+            dropped = order[:count]
             text = "  ".join(figure for name, figure in figures.items() if name not in dropped)
             room = options.max_width - 1 - len(head) - len(text) - 3
             if room >= ("bar" not in dropped) * NARROWEST_BAR:
@@ -105,34 +111,51 @@ class StepLine:
         yield row
 
     def _figures(self, metrics: StepRecord) -> Iterator[tuple[str, str]]:
-        yield from figures_of(metrics, self._unit).items()
+        yield from figures_of(metrics, self._units).items()
         if metrics.step < self._steps:
             yield "left", f"{f'{self.left:.0f} s' if self.left < 59.5 else format_seconds(self.left)} left"
 
 
-def figures_of(metrics: StepRecord, unit: Unit = "tokens") -> Mapping[str, str]:
-    """The figures of a step in words: its loss, that of the validation data, the rate, the peak of memory."""
+def _dropped(figures: Mapping[str, str]) -> list[str]:
+    """The names of figures, and ``bar``, in the order of DROPPED."""
+    measures = [name for name in reversed(list(figures)) if name.startswith(MEASURES)]
+    return [name for each in DROPPED for name in (measures if each == MEASURES else [each])]
+
+
+def figures_of(metrics: StepRecord, units: Units = TOKENS) -> Mapping[str, str]:
+    """The figures of a step in words: its loss and measures, those of the validation data, the rate, the peak of
+    memory.
+    """
     losses = [] if metrics.held_out_loss is None else [f"validation loss {metrics.held_out_loss:.4f}"]
     losses += [f"{name} {loss:.4f}" for name, loss in (metrics.held_out_losses or {}).items()]
-    losses += [f"{name} {value:.4g}" for name, value in (metrics.metrics or {}).items()]
-    figures = {"loss": f"loss {metrics.loss:.4f}"}
+    figures = {"loss": f"loss {metrics.loss:.4f}", **_measures("of the step", metrics.measures)}
     if losses:
         figures["validation"] = "  ".join(losses)
-    figures["rate"] = _rates(metrics, unit)
+    figures |= _measures("of the validation data", metrics.metrics)
+    figures["rate"] = _rates(metrics, units)
     figures["peak"] = f"peak {format_bytes(metrics.peak_bytes or 0)}"
     return figures
 
 
-def described(metrics: StepRecord, unit: Unit = "tokens") -> str:
+def _measures(where: str, values: Mapping[str, float] | None) -> dict[str, str]:
+    return {f"{MEASURES} {where}: {n}": f"{measure_label(n)} {v:.4g}" for n, v in (values or {}).items()}
+
+
+def described(metrics: StepRecord, units: Units = TOKENS) -> str:
     """The figures of a step in a line."""
-    return "  ".join(figures_of(metrics, unit).values())
+    return "  ".join(figures_of(metrics, units).values())
 
 
-def _rates(metrics: StepRecord, unit: Unit) -> str:
-    """Tokens per second; where padding and prompts are computed too, those that are trained on apart. Or samples."""
+def _rates(metrics: StepRecord, units: Units) -> str:
+    """Tokens per second; where padding and prompts are computed too, those that are trained on apart; or samples."""
     trained, processed = metrics.tokens_per_second, metrics.processed_per_second
-    if unit == "samples":
+    if units.read == "samples":
         return f"{processed or 0:,.0f} samples/s"
-    if processed is None or trained > 0.95 * processed:
-        return f"{trained:,.0f} tokens/s"
-    return f"{processed:,.0f} tokens/s, {trained:,.0f} trained"
+    if units == TOKENS:
+        if processed is None or trained > 0.95 * processed:
+            return f"{trained:,.0f} tokens/s"
+        return f"{processed:,.0f} tokens/s, {trained:,.0f} trained"
+    rates = [] if processed is None else [f"{processed:,.0f} tokens/s"]
+    return ", ".join(
+        [*rates, f"{trained:,.0f} {units.trained}/s" if trained >= 10 else f"{trained:.2g} {units.trained}/s"]
+    )

@@ -52,7 +52,7 @@ class RunLog:
             self._set_losses = next(filter(None, named), {})
             values = (record.metrics for record in reversed(self._metrics.before))
             self._values = next(filter(None, values), {})
-            self._progress = Progressing(steps, resumed, unit=plan.step.unit)
+            self._progress = Progressing(steps, resumed, units=plan.step.units)
 
     def begin(self, trained: int) -> None:
         """Training of ``trained`` parameters begins: delete the report of an earlier training."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardwise.core.counted import Units
 from shardwise.core.identity import STARTS, Start, append, starts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
@@ -97,7 +99,28 @@ def test_this_process_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_samples_of_a_module_are_no_tokens_and_its_loss_has_no_unit() -> None:
     steps = [step(1, processed_per_second=64.0, held_out_losses={"more": 1.0}), step(2)]
-    rows = {row.title: row.values for row in series_of(steps, "samples")}
+    rows = {row.title: row.values for row in series_of(steps, Units("samples", "targets"))}
     assert rows["samples per second"] == {"": [64.0, None]}
     assert "loss of validation sets" in rows and not any("token" in title for title in rows)
-    assert series_charts(steps, [], "samples")["charts"][0]["title"] == "loss"
+    assert series_charts(steps, [], Units("samples", "targets"))["charts"][0]["title"] == "loss"
+
+
+def test_measures_of_any_objective_have_a_row_and_its_loss_is_no_cross_entropy(
+    plan: Plan, make_run: MakeRun
+) -> None:
+    """Of the batches, and of the held-out data where an evaluation has measured it."""
+    steps = [
+        step(1, measures={"accuracy": 0.5, "kl": 0.0}),
+        step(
+            2, measures={"accuracy": 0.75, "kl": 0.1}, metrics={"accuracy": 1.0, "f1": 0.9}, held_out_loss=0.6
+        ),
+    ]
+    rows = {row.title: row.values for row in series_of(steps, Units("tokens", "pairs"))}
+    assert rows["accuracy"] == {"training": [0.5, 0.75], "held-out": [None, 1.0]}
+    assert rows["kl"] == {"": [0.0, 0.1]} and rows["f1, held-out"] == {"": [None, 0.9]}
+    assert rows["pairs per second"] == {"": [100.0, 100.0]}
+    pairs = replace(plan, step=replace(plan.step, counted="pairs"))
+    page = " ".join(render_page(replace(read_run(make_run(pairs)), steps=tuple(steps))).split())
+    assert "loss, mean over pairs" in page and "accuracy 1 f1 0.9" in page and "200 pairs" in page
+    assert "nats" not in page and "perplexity" not in page
+    assert "nats per token" in render_page(read_run(make_run(plan, name="tokens")))

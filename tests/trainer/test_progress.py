@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from shardwise.core.plan import Unit
+from shardwise.core.counted import TOKENS, Units
 from shardwise.core.run_files import StepRecord
 from shardwise.trainer.progress import Progressing, StepLine
 
@@ -18,8 +18,8 @@ STEP = StepRecord(
 )
 
 
-def shown(width: int, step: StepRecord = STEP, unit: Unit = "tokens") -> list[str]:
-    line = StepLine(19_000, 0, unit)
+def shown(width: int, step: StepRecord = STEP, units: Units = TOKENS) -> list[str]:
+    line = StepLine(19_000, 0, units)
     line.update(step, 0.0)
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with console.capture() as capture:
@@ -66,8 +66,23 @@ def test_samples_and_the_metrics_of_an_own_module_are_in_the_line() -> None:
         processed_per_second=640.0,
         metrics={"accuracy": 0.91},
     )
-    [text] = shown(120, step, "samples")
+    [text] = shown(120, step, Units("samples", "targets"))
     assert "640 samples/s" in text and "accuracy 0.91" in text and "tokens" not in text
+
+
+def test_measures_are_in_the_line_and_a_narrow_terminal_drops_the_last_ones_first() -> None:
+    """The loss of pairs is a mean over pairs, which are no tokens."""
+    measures = {"accuracy": 0.75, "reward_margin": 1.5, "chosen_log_probability": -66.43}
+    step = StepRecord(3, 0.6581, 1.0, 1e-3, 8, 2.0, 4.0, processed_per_second=2844.0, measures=measures)
+    [wide] = shown(200, step, Units("tokens", "pairs"))
+    said = "loss 0.6581  accuracy 0.75  reward margin 1.5  chosen log probability -66.43  2,844 tokens/s, 4 pairs/s"
+    assert said in wide and "trained" not in wide
+    names = ("accuracy 0.75", "reward margin 1.5", "chosen log")
+    seen = [sum(name in shown(width, step)[0] for name in names) for width in range(60, 200)]
+    assert seen == sorted(seen) and set(seen) == {0, 1, 2, 3}
+    assert all(
+        "accuracy 0.75" in text for text in (shown(w, step)[0] for w in range(60, 200)) if "reward" in text
+    )
 
 
 def test_a_pipe_gets_plain_lines() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.core.atomic_file import write_whole
+from shardwise.core.counted import Units
 from shardwise.core.errors import RecipeError
 from shardwise.core.identity import starts
-from shardwise.core.plan import Unit
 from shardwise.core.units import format_bytes, format_count
 from shardwise.report.charts import compared_charts
 from shardwise.report.notation import seconds, tokens_rate
@@ -39,8 +39,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> None:
 def render_comparison(runs: Mapping[str, RunRecord]) -> str:
     """The page of runs by name, as HTML."""
     steps = {name: run.steps for name, run in runs.items()}
-    units: set[Unit] = {run.plan.step.unit for run in runs.values()}
-    unit: Unit = "samples" if "samples" in units else "tokens"
+    every = {run.plan.step.units for run in runs.values()}
+    units = next(iter(every)) if len(every) == 1 else _mixed(every)
     values = {
         "titles": TITLES,
         "runs": [
@@ -53,10 +53,16 @@ def render_comparison(runs: Mapping[str, RunRecord]) -> str:
             for name, run in runs.items()
         ],
         "differences": list(setting_differences(runs)),
-        "series": picture("Series of the runs", lambda width: compared_picture(steps, width, unit)),
-        "charts": {"series": compared_charts(steps, unit)},
+        "series": picture("Series of the runs", lambda width: compared_picture(steps, width, units)),
+        "charts": {"series": compared_charts(steps, units)},
     }
     return rendered("compare.html", values, package=__package__)
+
+
+def _mixed(units: Iterable[Units]) -> Units:
+    """The units of runs that do not all have the same."""
+    samples = any(each.read == "samples" for each in units)
+    return Units("samples" if samples else "tokens", "targets")
 
 
 def _run_names(folders: Sequence[Path]) -> list[str]:
@@ -71,11 +77,12 @@ def _figures(run: RunRecord) -> Iterator[str]:
     yield "–" if run.held_out_loss is None else f"{run.held_out_loss:.4f}"
     yield "–" if last is None else f"{last.loss:.4f}"
     yield str(last.step if last else 0)
-    yield format_count(sum(step.tokens for step in run.steps))
+    unit = "" if run.counted == "tokens" else f" {run.counted}"
+    yield format_count(sum(step.tokens for step in run.steps)) + unit
     yield seconds(measured or 0.0)
     yield tokens_rate(run.plan.step.tokens / measured, run.plan.step.unit) if measured else "–"
-    trained = run.tokens_per_second if run.plan.step.unit == "tokens" else None
-    yield "–" if trained is None else tokens_rate(trained)
+    counts, trained = run.plan.step.units.trained, run.tokens_per_second
+    yield "–" if trained is None or counts == "targets" else tokens_rate(trained, counts)
     yield format_bytes(run.outcome.worst.measured_peak_bytes) if run.outcome else "–"
 
 

@@ -63,7 +63,7 @@ class LiveRun:
                     "head": rendered("head.html", head),
                     "events": rendered("events.html", {"events": events[-MOST_MARKS:]}),
                 },
-                "charts": {"series": series_charts(run.steps, events, run.plan.step.unit)},
+                "charts": {"series": series_charts(run.steps, events, run.plan.step.units)},
             }
         )
 

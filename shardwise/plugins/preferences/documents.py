@@ -60,6 +60,7 @@ class DocumentObjective(TrainingObjective):
 
     per_token = frozenset({"document", "counted"})
     per_sample = frozenset({"present", "margin"})
+    counted = "answers"
     answers_per_unit = 1
 
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
@@ -125,6 +126,7 @@ class PairObjective(DocumentObjective):
         "chosen_log_probability",
         "rejected_log_probability",
     )
+    counted = "pairs"
     answers_per_unit = 2
 
     def rewards(self, pairs: Answers, batch: Batch) -> Tensor:

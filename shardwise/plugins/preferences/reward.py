@@ -20,6 +20,7 @@ from shardwise.runtime.parallel.document_sums import document_sums
 
 class Reward(DocumentObjective):
     measures = ("accuracy", "reward_margin", "chosen_reward", "rejected_reward")
+    counted = "pairs"
     answers_per_unit = 2
 
     def __init__(self, recipe: Recipe) -> None:

@@ -33,6 +33,7 @@ class RolloutObjective(Referenced, SamplingObjective):
         values: names of the tensors [m, s] that a rollout adds to ids and labels.
     """
 
+    counted = "completion tokens"
     values: tuple[str, ...] = ("sampled", "advantages")
     cancels = True
 

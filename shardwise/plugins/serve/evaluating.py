@@ -85,13 +85,13 @@ def perplexity(
     Raises:
         CheckpointError, DataError, RecipeError: the model, the data or an option cannot be used.
     """
-    opened, served, length = _opened_model(model, options)
+    opened, served, length = opened_model(model, options)
     spec = DataSpec(source=source, sequence_length=length, held_out=0.0)
     dataset = open_splits(spec, opened.tokenizer, default_root()).train
     count = min(len(dataset), options.sequences or len(dataset))
     lengths = [dataset.filled(sample) or length for sample in range(count)]
     order = sorted(range(count), key=lambda sample: -lengths[sample])  # sequences of a batch have one length
-    served.bank.select([_chosen_adapter(opened, options)] * options.batch)
+    served.bank.select([chosen_adapter(opened, options)] * options.batch)
     place, total, targets = next(opened.model.parameters()).device, 0.0, 0
     for first in range(0, count, options.batch):
         rows: list[int | None] = [*order[first : first + options.batch]]
@@ -144,12 +144,12 @@ def task_results(
     harness = _harness()
     from shardwise.plugins.serve.task_model import TaskModel
 
-    opened, served, length = _opened_model(model, options)
+    opened, served, length = opened_model(model, options)
     manager = harness.tasks.TaskManager(include_path=None if how.folder is None else str(how.folder))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         fix = "see https://github.com/EleutherAI/lm-evaluation-harness, or name its folder: --task-folder"
         raise RecipeError(f"there is no task {unknown[0]!r}", where="--tasks", fix=fix)
-    asked = TaskModel(opened, served, _chosen_adapter(opened, options), length, options.batch)
+    asked = TaskModel(opened, served, chosen_adapter(opened, options), length, options.batch)
     try:
         found = harness.simple_evaluate(
             asked,
@@ -191,14 +191,9 @@ def _metrics(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name if filtered == "none" else f"{name} ({filtered})", float(value)
 
 
-def _opened_model(model: Path, options: EvaluationOptions) -> tuple[OpenedModel, ServedModel, int]:
+def opened_model(model: Path, options: EvaluationOptions) -> tuple[OpenedModel, ServedModel, int]:
     """The model, its adapters, and the tokens of a sequence."""
-    if options.precision not in SERVED_DTYPES:
-        fix = f"take one of {', '.join(SERVED_DTYPES)}"
-        raise RecipeError(f"precision is {options.precision!r}", where="precision", fix=fix)
-    opened = open_model(
-        model, options.tokenizer, SERVED_DTYPES[options.precision], serving_device(options.device)
-    )
+    opened = open_model(model, options.tokenizer, model_dtype(options), serving_device(options.device))
     length = options.sequence_length or min(opened.context or EVALUATED_LENGTH, EVALUATED_LENGTH)
     if opened.context is not None and length > opened.context:
         why = f"the model's context is {opened.context}"
@@ -206,7 +201,16 @@ def _opened_model(model: Path, options: EvaluationOptions) -> tuple[OpenedModel,
     return opened, ServedModel(opened, dict(options.adapters)), length
 
 
-def _chosen_adapter(opened: OpenedModel, options: EvaluationOptions) -> str:
+def model_dtype(options: EvaluationOptions) -> torch.dtype:
+    """Raises RecipeError for an unknown precision."""
+    if options.precision not in SERVED_DTYPES:
+        fix = f"take one of {', '.join(SERVED_DTYPES)}"
+        raise RecipeError(f"precision is {options.precision!r}", where="precision", fix=fix)
+    return SERVED_DTYPES[options.precision]
+
+
+def chosen_adapter(opened: OpenedModel, options: EvaluationOptions) -> str:
+    """The name of the adapter to evaluate with."""
     return options.adapter or (OWN_ADAPTER if opened.own else BASE)
 
 

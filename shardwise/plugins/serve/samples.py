@@ -7,37 +7,49 @@ plain text continues the start of a held-out sequence (`answers`), or writes the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, takewhile
 from pathlib import Path
 
+import torch
+
 from shardwise.checkpoint.run_folder import read_job, read_outcome, write_outcome
-from shardwise.core.errors import DataError, RecipeError
+from shardwise.core.errors import CheckpointError, DataError, RecipeError
+from shardwise.core.run_files import AnswerRecord, Outcome
+from shardwise.core.units import format_count
 from shardwise.data.chat import ChatTemplate
+from shardwise.data.dataset import Splits, TokenDataset
 from shardwise.data.opening import open_part, tokenizer_of
 from shardwise.data.template_forms import ANSWER, QUESTION
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
-from shardwise.hardware.kinds import HOST
+from shardwise.hardware.kinds import HOST, DeviceKind
+from shardwise.hardware.profiles import kind_named
+from shardwise.plugins.serve.load import open_model
 from shardwise.plugins.serve.multi_lora import BASE
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
-from shardwise.plugins.serve.serving import LENGTH_END, ServedModel, load_model
+from shardwise.plugins.serve.serving import LENGTH_END, ServedModel, load_model, serving_device
 from shardwise.recipe.sections import Recipe
+from shardwise.verifier.reference import reference_model
 
-SAMPLE_FLOPS = 5e11
-"""Budget of a report's sample, a few seconds on a laptop. Larger models write a shorter sample, or none."""
+SAMPLE_FLOPS, DEVICE_FLOPS = 5e11, 5e13
+"""Budget of a report's samples, a few seconds, on the processor and on an accelerator. Larger models write a shorter
+text, or none."""
 
 SAMPLE_TOKENS = (100, 300)
-"""The shortest sample worth reading, and the longest written."""
+"""The shortest sample of plain text worth reading, and the longest written."""
 
 PROMPTS = 3
-"""Most held-out records that a report's sample answers."""
+"""Held-out records that a report's samples answer."""
 COUNT, ANSWER_TOKENS = 2, 60
-"""Records that are answered at the end of a fine-tuning run, and the longest answer."""
+"""Records that are answered at the end of a fine-tuning run, and the longest answer, also in a report."""
 _LOOKED_AT = 100
 """Records among which those with room for an answer are looked for."""
 _MORE = " …"
+_FIRST = "first"
+"""Name of the adapter that the run has started from."""
 
 
 @dataclass(frozen=True)
@@ -77,62 +89,100 @@ def answers(folder: Path, device: str = "cpu") -> list[AnswerSample]:
         return []
     questions = list(_questions(recipe, COUNT, ANSWER_TOKENS))
     precision = "fp32" if device == HOST.torch_type else "bf16"
-    return _greedy_answers(
-        load_model(folder, precision=precision, device=device), questions, ANSWER_TOKENS, False
-    )
+    return _greedy_answers(load_model(folder, precision=precision, device=device), questions, ANSWER_TOKENS)
 
 
 def record_sample(folder: Path) -> None:
-    """Add a sample to the run's report.json, if the run has a report and a small text model."""
+    """Add samples to the run's report.json, if the run has a report and a text model; or why there are none.
+
+    It runs after training, on one device, so it changes neither the training nor its memory.
+    """
     outcome = read_outcome(folder)
     if outcome is None:
         return
-    recipe, _ = read_job(folder)
-    shortest, longest = SAMPLE_TOKENS
-    affordable = int(SAMPLE_FLOPS / (2 * outcome.parameters * recipe.data.sequence_length))
-    if affordable < shortest or not recipe.writes_text:
-        return
+    recipe, plan = read_job(folder)
+    if recipe.writes_text:
+        write_outcome(folder, _sampled(folder, recipe, outcome, kind_named(plan.device)))
+
+
+def _sampled(folder: Path, recipe: Recipe, outcome: Outcome, kind: DeviceKind) -> Outcome:
+    """The outcome with samples, or with the reason why there are none."""
+    part, size = recipe.data.parts[0], outcome.parameters
+    large = f"a model of {format_count(size)} parameters takes too long on one {kind.name}"
+    affordable = int((SAMPLE_FLOPS if kind.is_host else DEVICE_FLOPS) / (2 * size))
+    if affordable < ANSWER_TOKENS:
+        return replace(outcome, unsampled=large)
     try:
-        sample = _sample_of_text(folder, recipe, min(affordable, longest))
+        if part.stream_window is not None or not _opened(recipe).train.from_records:
+            shortest, longest = SAMPLE_TOKENS
+            tokens = int(SAMPLE_FLOPS / (2 * size * recipe.data.sequence_length))
+            if tokens < shortest:
+                return replace(outcome, unsampled=large)
+            return replace(outcome, sample=_text(folder, min(tokens, longest)))
+        questions = list(_questions(recipe, PROMPTS, ANSWER_TOKENS))
+        lengths = [len(tokenizer_of(part).encode(each.prompt)) + ANSWER_TOKENS for each in questions]
+        questions = [q for n, q in enumerate(questions) if 2 * sum(lengths[: n + 1]) <= affordable]
+        if not questions:
+            return replace(outcome, unsampled=large if lengths else "no prompt leaves room for an answer")
+        return replace(outcome, answers=_before_and_after(folder, recipe, questions, kind))
     except RecipeError:
-        return  # the model does not generate text
-    write_outcome(folder, replace(outcome, sample=sample))
+        return outcome  # as the functions that are called say
+    except torch.OutOfMemoryError:
+        return replace(outcome, unsampled=f"the whole model does not fit on one {kind.name}")
 
 
-def _sample_of_text(folder: Path, recipe: Recipe, tokens: int) -> str:
-    """The sample. Raises RecipeError if the model does not generate text."""
-    model = load_model(folder)
+def _opened(recipe: Recipe) -> Splits[TokenDataset]:
     part = recipe.data.parts[0]
-    splits = open_part(recipe, part, tokenizer_of(part))
-    if not splits.train.from_records:
-        return model.complete([Request("", sampling=Sampling(tokens=tokens, past_end=True))])[0]
-    questions = list(_questions(recipe, PROMPTS, tokens // PROMPTS))
-    answered = _greedy_answers(model, questions, tokens // PROMPTS, len(model.adapters) > 1)
-    return "\n\n".join(
-        f"── {title} ──\n{text}" for answer in answered for title, text in _answer_parts(answer)
+    return open_part(recipe, part, tokenizer_of(part))
+
+
+def _text(folder: Path, tokens: int) -> str:
+    """The start of a document. Raises RecipeError if the model does not generate text."""
+    return load_model(folder).complete([Request("", sampling=Sampling(tokens=tokens, past_end=True))])[0]
+
+
+def _before_and_after(
+    folder: Path, recipe: Recipe, questions: Sequence[Question], kind: DeviceKind
+) -> tuple[AnswerRecord, ...]:
+    """Raises RecipeError if the model does not generate text, or this process sees no such device."""
+    dtype, device = torch.float32 if kind.is_host else torch.bfloat16, serving_device(kind.torch_type)
+    opened = open_model(folder, None, dtype, device)
+    start = None if recipe.adapter is None else recipe.adapter.start_from
+    served = ServedModel(opened, {} if start is None else {_FIRST: start})
+    answered = _greedy_answers(served, questions, ANSWER_TOKENS, _first_adapter(recipe, served))
+    before = [each.before for each in answered]
+    if recipe.adapter is None:
+        opened.model.to("meta")  # one model at a time
+        with suppress(CheckpointError, DataError):  # the files that the run started from may be gone
+            first = reference_model(opened.blueprint, recipe.seed, dtype).eval().requires_grad_(False)
+            served = ServedModel(replace(opened, model=first.to(device)))
+            before = [each.text for each in _greedy_answers(served, questions, ANSWER_TOKENS)]
+    return tuple(
+        AnswerRecord(each.question.asked, text, each.text, each.question.expected)
+        for each, text in zip(answered, before, strict=True)
     )
 
 
-def _answer_parts(answer: AnswerSample) -> Iterator[tuple[str, str]]:
-    yield "prompt", answer.question.asked
-    yield "the trained model", answer.text
-    if answer.before is not None:
-        yield "before training", answer.before
-    yield "in the data", answer.question.expected
+def _first_adapter(recipe: Recipe, served: ServedModel) -> str | None:
+    """The adapter with which the model is as before training; None if there is none of it in memory."""
+    if recipe.adapter is None or recipe.adapter.loftq_iterations:
+        return None
+    name = BASE if recipe.adapter.start_from is None else _FIRST
+    return name if name in served.adapters else None
 
 
 def _greedy_answers(
-    model: ServedModel, questions: Sequence[Question], tokens: int, base: bool
+    model: ServedModel, questions: Sequence[Question], tokens: int, before: str | None = None
 ) -> list[AnswerSample]:
-    """Greedy answers: of the trained model, and of its base before training."""
+    """Greedy answers of the trained model; also with the adapter that is as ``before`` training."""
     sampling = Sampling(tokens=tokens, temperature=0.0)
-    names = [None, BASE] if base else [None]
+    names = [None] if before is None else [None, before]
     texts = [""] * len(questions) * len(names)
     for piece in model.generate([Request(q.prompt, name, sampling) for name in names for q in questions]):
         texts[piece.request] += piece.text + (_MORE if piece.end == LENGTH_END else "")
     texts = [text.strip() for text in texts]
-    before: list[str | None] = [*texts[len(questions) :]] or [None] * len(questions)
-    return [AnswerSample(*three) for three in zip(questions, texts, before, strict=False)]
+    first: list[str | None] = [*texts[len(questions) :]] or [None] * len(questions)
+    return [AnswerSample(*three) for three in zip(questions, texts, first, strict=False)]
 
 
 # ---- questions --------------------------------------------------------------------------------------------
@@ -140,9 +190,7 @@ def _greedy_answers(
 
 def _questions(recipe: Recipe, count: int, tokens: int) -> Iterator[Question]:
     """The first held-out records with a prompt that leaves room for an answer, or a start of plain text."""
-    part = recipe.data.parts[0]
-    tokenizer = tokenizer_of(part)
-    splits = open_part(recipe, part, tokenizer)
+    splits, tokenizer = _opened(recipe), tokenizer_of(recipe.data.parts[0])
     side = splits.held_out if len(splits.held_out) else splits.train
     if side.from_records:
         template = tokenizer.chat if side.chats else None

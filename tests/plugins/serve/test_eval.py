@@ -115,3 +115,93 @@ def test_one_line_and_the_right_code(
     assert run(["eval", *given, *words]) == code
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and says in said[0]
+
+
+PAIRS = [("ab" * (1 + n % 4), "x" * (2 + n % 5), "yz" * (1 + n % 3)) for n in range(11)]
+
+
+def write_pairs(path: Path) -> None:
+    rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in PAIRS]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+
+def test_preferences_are_the_log_probabilities_of_a_plain_pass(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_pairs(tmp_path / "pairs.jsonl")
+    words = [
+        "eval",
+        str(folder / "model"),
+        "--preferences",
+        str(tmp_path / "pairs.jsonl"),
+        "--tokenizer",
+        "bytes",
+    ]
+    assert run([*words, "--batch", "4", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    sums = []
+    for prompt, *answers in PAIRS:
+        losses = (plain_loss(folder / "model", [(prompt, answer)]) for answer in answers)
+        sums.append([-mean * targets for mean, targets, _ in losses])
+    chosen, rejected = (torch.tensor(column) for column in zip(*sums, strict=True))
+    measures = found["measures"]
+    assert measures["chosen_log_probability"] == pytest.approx(float(chosen.mean()), rel=1e-5)
+    assert measures["reward_margin"] == pytest.approx(float((chosen - rejected).mean()), rel=1e-5)
+    assert measures["accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
+    assert (found["pairs"], found["reference"]) == (len(PAIRS), "")
+    assert run([*words, "--sequences", "2"]) == 0
+    assert "of 2 pairs scored by log-probability" in capfd.readouterr().out
+
+
+def test_preferences_of_a_reward_model_are_its_scores_at_the_last_token(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_pairs(tmp_path / "pairs.jsonl")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=256, num_labels=1, pad_token_id=0, **sizes)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    words = [str(tmp_path / "model"), "--preferences", str(tmp_path / "pairs.jsonl"), "--tokenizer", "bytes"]
+    assert run(["eval", *words, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)["measures"]
+
+    def score(text: str) -> float:  # the token that ends a document is read too
+        hidden = model.model(torch.tensor([[*text.encode(), 0]])).last_hidden_state[0, -1]
+        return float(model.score(hidden))
+
+    with torch.no_grad():
+        sides = [[score(prompt + answers[side]) for prompt, *answers in PAIRS] for side in (0, 1)]
+    chosen, rejected = (torch.tensor(side) for side in sides)
+    assert found["chosen_reward"] == pytest.approx(float(chosen.mean()), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "code", "says"),
+    [
+        ('{"text": "no pair"}', [], 3, "pairs.jsonl:1"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": 3, "rejected": "c"}',
+            [],
+            3,
+            ":2",
+        ),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', ["--tasks", "one"], 2, "give one of data"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', ["--adapter", "none"], 4, "no such adapter"),
+    ],
+)
+def test_pairs_that_cannot_be_read_are_one_line(
+    text: str,
+    words: list[str],
+    code: int,
+    says: str,
+    folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text(text, encoding="utf-8")
+    given = [str(folder / "model"), "--preferences", str(tmp_path / "pairs.jsonl"), "--tokenizer", "bytes"]
+    assert run(["eval", *given, *words]) == code
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and says in said[0]

@@ -1,4 +1,4 @@
-"""``shardwise eval``: the perplexity of a model on any data, and tasks of lm-evaluation-harness."""
+"""``shardwise eval``: the perplexity of a model on any data, its preferences, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import typer
 from shardwise.cli.common import AsJson, ModelFolder, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
+from shardwise.core.figures import measure_label
 
 if TYPE_CHECKING:
     from shardwise.plugins.serve.evaluating import EvaluationOptions
 
 
+PreferencesOption = Annotated[
+    str | None,
+    typer.Option(help="instead of DATA: pairs with chosen and rejected, as data.source", metavar="DATA"),
+]
 TasksOption = Annotated[
     str | None, typer.Option(help="instead of DATA: tasks of lm-evaluation-harness", metavar="NAME,NAME,…")
 ]
@@ -33,6 +38,7 @@ def command(
         str | None,
         typer.Argument(help="stdlib, files, a folder or the id of a dataset, as data.source", metavar="DATA"),
     ] = None,
+    preferences: PreferencesOption = None,
     tasks: TasksOption = None,
     task_folder: TaskFolderOption = None,
     shots: ShotsOption = None,
@@ -55,12 +61,12 @@ def command(
     device: Annotated[str, typer.Option(help="such as cpu, cuda or cuda:1")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Print the loss and the perplexity of a model on any data, or its results on tasks."""
+    """Print the loss and the perplexity of a model on any data, its accuracy on preferences, or results on tasks."""
     from shardwise.plugins.serve.evaluating import EvaluationOptions
 
-    if (data is None) == (tasks is None):
-        fix = "shardwise eval DIR DATA, or shardwise eval DIR --tasks NAME"
-        raise RecipeError("give either data or tasks", where="command line", fix=fix)
+    if [data, preferences, tasks].count(None) != 2:
+        fix = "shardwise eval DIR DATA, eval DIR --preferences DATA, or eval DIR --tasks NAME"
+        raise RecipeError("give one of data, preferences and tasks", where="command line", fix=fix)
     named = "adapter" if adapter is not None else "base" if base else None
     folders = (("adapter", adapter),) if adapter is not None else ()
     options = EvaluationOptions(
@@ -68,6 +74,9 @@ def command(
     )
     if data is not None:
         _print_perplexity(model, data, options, as_json)
+        return
+    if preferences is not None:
+        _print_preferences(model, preferences, options, as_json)
         return
     names = [name.strip() for name in str(tasks).split(",") if name.strip()]
     _tasks(model, names, options, (task_folder, shots, limit, chat), as_json)
@@ -108,3 +117,21 @@ def _print_perplexity(model: Path, data: str, options: EvaluationOptions, as_jso
     length = f"{'' if equal else 'up to '}{found.sequence_length:,} tokens"
     read = f"{found.targets:,} targets in {found.sequences:,} sequences of {length}"
     typer.echo(f"loss {found.loss:.4f} nats per target, perplexity {found.perplexity:.4g}, of {read}")
+
+
+def _print_preferences(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:
+    with working(f"reading {model}") as progress:
+        from shardwise.plugins.serve.preference_measures import preference_measures
+
+        found = preference_measures(
+            model, data, options, lambda done, whole: progress(f"{done:,} of {whole:,} pairs")
+        )
+    if as_json:
+        typer.echo(json.dumps(vars(found)))
+        return
+    for name, value in found.measures.items():
+        typer.echo(f"{measure_label(name)} {value:.4f}")
+    against = f", against {found.reference}" if found.reference else ""
+    notes = [f"{found.cut:,} cut to {found.sequence_length:,} tokens"] if found.cut else []
+    notes += [f"{found.left_out:,} left out: nothing tells their answers apart"] if found.left_out else []
+    typer.echo("; ".join([f"of {found.pairs:,} pairs scored by {found.objective}{against}", *notes]))
