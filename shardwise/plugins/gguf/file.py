@@ -23,7 +23,7 @@ from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
 from shardwise.core.extras import install
 from shardwise.core.units import format_bytes
 from shardwise.exporter.hf_writer import Contents
-from shardwise.model.files.folder_layout import HFFolder, TensorShape
+from shardwise.model.files.folder_layout import TensorShape
 from shardwise.plugins.gguf.families import Architecture
 from shardwise.plugins.gguf.tokenizer import add_tokenizer
 
