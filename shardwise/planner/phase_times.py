@@ -12,11 +12,11 @@ COMMUNICATION = "exposed communication"
 
 
 def phase_seconds(cost: StepCost, time: StepTime, cluster: Cluster) -> dict[str, float]:
-    """Seconds of kernels forward, backward and in the rest of the step, and of communication that is not hidden."""
-    spent = {"forward": 0.0, "backward": 0.0, "communication": 0.0, "optimizer": 0.0}
+    """Seconds of kernels by phase, and of communication that is not hidden. Sampling is a phase where there is any."""
+    spent = {"rollout": 0.0, "forward": 0.0, "backward": 0.0, "communication": 0.0, "optimizer": 0.0}
     for kernel in cost.kernels:
         if not kernel.on_host:
             phase = kernel.phase if kernel.phase in spent else "optimizer"
             spent[phase] += kernel.calls * kernel_seconds(kernel, cluster.device)
     spent["communication"] = time.split.get(COMMUNICATION, 0.0)
-    return spent
+    return {phase: seconds for phase, seconds in spent.items() if seconds or phase != "rollout"}

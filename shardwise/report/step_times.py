@@ -15,10 +15,11 @@ from shardwise.core.units import format_bytes
 from shardwise.report.notation import COLOURS, deviation, error_in_words, seconds
 from shardwise.report.pictures import BACKGROUND, INK, PICTURE_RANKS, STYLE, WIDE_INCHES
 
-PHASE_NAMES = ("forward", "backward", "communication", "optimizer")
+PHASE_NAMES = ("rollout", "forward", "backward", "communication", "optimizer")
 """Phases in the order of a step."""
 
 _PHASE_COLOURS = {
+    "rollout": COLOURS["temporaries"],
     "forward": COLOURS["parameters"],
     "backward": COLOURS["activations"],
     "communication": COLOURS["communication"],
@@ -64,9 +65,10 @@ def time_by_rank(plan: Plan, phases: PhasesRecord, width: float = WIDE_INCHES) -
     rows = [("planned", plan.step.phases), *((f"rank {rank}", each) for rank, each in sorted(slowest))]
     figure = Figure(figsize=(width, 0.75 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
+    names = [name for name in PHASE_NAMES if any(name in spent for _, spent in rows)]
     for place, (_, spent) in enumerate(rows):
         begin = 0.0
-        for phase in PHASE_NAMES:
+        for phase in names:
             length = spent.get(phase, 0.0)
             how: dict[str, Any] = {"color": _PHASE_COLOURS[phase], "edgecolor": BACKGROUND, "linewidth": 0.5}
             axes.barh([place], [length], 0.62, left=begin, label=phase if place == 0 else "", **how)
@@ -77,7 +79,7 @@ def time_by_rank(plan: Plan, phases: PhasesRecord, width: float = WIDE_INCHES) -
     axes.grid(False)
     axes.set_xlim(0, (1.12 if width >= WIDE_INCHES else 1.22) * max(sum(spent.values()) for _, spent in rows))
     axes.set_xlabel("seconds")
-    columns = len(PHASE_NAMES) if width >= WIDE_INCHES else 2
+    columns = len(names) if width >= WIDE_INCHES else 2
     figure.legend(loc="outside upper left", ncols=columns, handlelength=1, handleheight=1)
     return figure
 

@@ -91,7 +91,12 @@ class PhaseStopwatch:
         spent, sent = _medians(self._spent), _medians(self._sent)
         for phase, waited in sent.items():
             spent[phase] = max(0.0, spent.get(phase, 0.0) - waited)
+        sampling = [step["rollout"] for step in self._spent if "rollout" in step]
+        # Steps that train on the same rollout share its seconds, as in the plan.
+        rollout = {"rollout": sum(sampling) / len(self._spent)} if sampling else {}
+        spent.pop("rollout", None)
         seconds = {
+            **rollout,
             "forward": spent.pop("forward", 0.0),
             "backward": spent.pop("backward", 0.0),
             "optimizer": sum(spent.values()),

@@ -78,6 +78,11 @@ def test_eval_of_the_held_out_pairs_is_the_last_evaluation_and_the_page_shows_it
 
 
 def test_rollouts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "reward" in trained("grpo.yaml", tmp_path, monkeypatch)["measures"]
+    assert "reward" in trained("grpo.yaml", tmp_path, monkeypatch, "steps=6")["measures"]
+    report = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))
+    assert (
+        report["phases"]["seconds"]["rollout"] > 0
+        and read_job(tmp_path / "run")[1].step.phases["rollout"] > 0
+    )
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "loss, mean over completion tokens" in page and "What the model answers" in page
