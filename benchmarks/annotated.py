@@ -4,6 +4,8 @@ The authors of ms-swift wrote the memory and the seconds of an example script in
 benchmarks/data/annotated_runs.csv has the scripts that a recipe can express. benchmarks/data/README.md lists the
 others and the assumptions. Annotations are rounded, and their versions unknown: a row is worth a band, not a percent.
 
+``held_bytes`` of a run with a reference has the two bytes of its frozen copy.
+
 The models are folders with a config.json of the published dimensions. The plan has all settings of a row pinned. What
 the row's software holds otherwise is put in its place:
   - without Liger kernels, transformers converts all logits to fp32 (practised.py);
@@ -72,8 +74,19 @@ def model_of(row: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def recipe_for(row: Mapping[str, str]) -> Recipe:
-    """The recipe of a row, with every setting pinned."""
+def data_of(row: Mapping[str, str], folder: str) -> dict[str, Any]:
+    """``data:`` of a recipe. Pairs of preferences are of 4,000 bytes, so that they fill packed sequences."""
+    data: dict[str, Any] = {"sequence_length": int(row["sequence_length"])}
+    if not row["objective"]:
+        return data
+    source = Path(folder) / "pairs.jsonl"
+    pairs = [{"prompt": f"{number} ", "chosen": "a" * 2000, "rejected": "b" * 2000} for number in range(64)]
+    source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    return {**data, "source": str(source), "format": "preference", "packing": True}
+
+
+def recipe_for(row: Mapping[str, str], folder: str) -> Recipe:
+    """The recipe of a row, with every setting pinned. Its data is written in ``folder``."""
     tensor, loss = int(row["tensor"]), row["loss"]
     settings: dict[str, Any] = {
         "precision": "bf16",
@@ -87,16 +100,19 @@ def recipe_for(row: Mapping[str, str]) -> Recipe:
     if row["other"]:
         key, value = row["other"].split(": ")
         settings[key] = False if value == "false" else value
+    if row["objective"]:
+        settings["reference"] = "copy"
     rank = row["adapter_rank"]
     adapter = {"adapter": {"rank": int(rank), "alpha": 32.0, "targets": "all"}} if rank else {}
     values = {
         "model": model_of(row),
-        "data": {"sequence_length": int(row["sequence_length"])},
+        "data": data_of(row, folder),
         "steps": 2,
         "batch_size": int(row["batch"]),
         "cluster": {"device": row["device"], "devices_per_node": int(row["devices"])},
         "strategy": dict(strategy_from(settings).values),
         **adapter,
+        **({"objective": row["objective"]} if row["objective"] else {}),
     }
     return recipe_of(values, SETTINGS)
 
@@ -116,8 +132,6 @@ def reserved_bytes(plan: Plan, cluster: Cluster, row: Mapping[str, str]) -> int:
 
 def predicted(row: Mapping[str, str]) -> dict[str, Any]:
     """GiB and seconds of a step."""
-    recipe = recipe_for(row)
-    cluster = cluster_of(recipe.cluster)
     practice = Practice(loss=row["loss"] if row["loss"] in LOSSES else "")
     allocator = f"expandable_segments:{row['expandable_segments'] == 'yes'}"
     with (
@@ -125,6 +139,8 @@ def predicted(row: Mapping[str, str]) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, {"SHARDWISE_CACHE": folder, VARIABLES[0]: allocator}),
     ):
+        recipe = recipe_for(row, folder)
+        cluster = cluster_of(recipe.cluster)
         plan = make_plan(recipe, cluster)
     return {
         "gib": round(reserved_bytes(plan, cluster, row) / GiB, 2),
