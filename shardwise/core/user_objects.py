@@ -49,6 +49,8 @@ def resolve(target: str, where: str) -> Any:
     where = f"{where}: {target}"
     if not module or not name:
         raise RecipeError("an object is named package.module:name", where=where)
+    if module.endswith(".py"):
+        raise RecipeError("a module is named without .py", where=where, fix=f"write {module[:-3]}:{name}")
     if module == GIVEN:
         return _of_python(name, where)
     here = folder or str(Path.cwd())
