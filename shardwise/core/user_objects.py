@@ -49,8 +49,6 @@ def resolve(target: str, where: str) -> Any:
     where = f"{where}: {target}"
     if not module or not name:
         raise RecipeError("an object is named package.module:name", where=where)
-    if module.endswith(".py"):
-        raise RecipeError("a module is named without .py", where=where, fix=f"write {module[:-3]}:{name}")
     if module == GIVEN:
         return _of_python(name, where)
     here = folder or str(Path.cwd())
@@ -60,11 +58,12 @@ def resolve(target: str, where: str) -> Any:
         imported = importlib.import_module(module)
         found = getattr(imported, name)
     except Exception as error:  # not found, or an error during import
+        without = f"leave out .py: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
         raise RecipeError(
             "cannot be imported",
             where=where,
             why=f"{type(error).__name__}: {error}",
-            fix=f"it must be importable from {here}",
+            fix=without or f"it must be importable from {here}",
         ) from error
     if folder and _is_of_another_folder(imported, folder):
         raise RecipeError(

@@ -137,7 +137,7 @@ def _of_model(folder: str) -> Reward:
         try:
             return load_reward_model(path)
         except ShardwiseError as error:
-            error.where = where if folder in error.where else f"{where}, {error.where}"
+            error.where = f"objective.reward_model: {error.where.removeprefix('model.hf: ')}"
             raise
 
     return lambda given: model()(_documents(given, model().tokenizer, folder)).tolist()
