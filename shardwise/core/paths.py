@@ -128,9 +128,11 @@ class PathBase:
     def located_module(self, target: str) -> str:
         """``FOLDER/package.module:object`` for ``package.module:object``, if a folder has the module."""
         place, slash, inner = target.rpartition("/")
-        module = inner.partition(":")[0]
-        if slash or module == GIVEN:
-            return f"{self.located(place or '/')}/{inner}" if slash else target
+        module, colon, _ = inner.partition(":")
+        if not colon or (module == GIVEN and not slash):
+            return target
+        if slash:
+            return f"{self.located(place or '/')}/{inner}"
         for folder in self.folders:
             file = folder.joinpath(*module.split("."))
             if file.with_name(f"{file.name}.py").is_file() or (file / "__init__.py").is_file():

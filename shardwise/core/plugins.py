@@ -70,7 +70,9 @@ SCHEDULES: dict[str, str] = {"pipedream": "pipeline.pipedream"}
 
 OBJECTIVES: dict[str, str] = {
     **{n: f"preferences.{n}" for n in ("dpo", "ipo", "orpo", "simpo", "cpo", "kto", "reward")},
-    **{n: f"rollouts.{n}" for n in ("grpo", "rloo", "ppo")},
+    "grpo": "rollouts.grpo",
+    "rloo": "rollouts.grpo",
+    "ppo": "rollouts.ppo",
 }
 """Modules of named objectives (the recipe's ``objective``); each has a function ``objective`` of the recipe."""
 

@@ -58,11 +58,12 @@ def resolve(target: str, where: str) -> Any:
         imported = importlib.import_module(module)
         found = getattr(imported, name)
     except Exception as error:  # not found, or an error during import
+        without = f"leave out .py: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
         raise RecipeError(
             "cannot be imported",
             where=where,
             why=f"{type(error).__name__}: {error}",
-            fix=f"it must be importable from {here}",
+            fix=without or f"it must be importable from {here}",
         ) from error
     if folder and _is_of_another_folder(imported, folder):
         raise RecipeError(

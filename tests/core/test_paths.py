@@ -84,6 +84,7 @@ def test_a_glob_below_a_folder_with_brackets(here: Path) -> None:
         ("package:make", "HERE/package:make"),
         ("torch.optim:Adafactor", "torch.optim:Adafactor"),
         ("python:model", "python:model"),
+        ("mine", "mine"),  # it names no object, and the error shows it as it is written
         ("../recipes/mine:make", "HERE/recipes/mine:make"),
         ("/elsewhere/mine:make", "/elsewhere/mine:make"),
     ],

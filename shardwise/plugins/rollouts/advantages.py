@@ -10,6 +10,7 @@ log-probabilities of the trained policy and of the one that sampled.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 STD_FLOOR = 1e-4
@@ -22,27 +23,24 @@ VARIANCE_FLOOR = 1e-8
 """Added to the variance of whitened values."""
 
 
-def group_advantages(rewards: Tensor, group: int, scaled: bool) -> Tensor:
-    """GRPO: reward minus the mean of its group, divided by the group's standard deviation if ``scaled``.
+def group_advantages(
+    rewards: Tensor, group: int, scaled: bool = False, leave_one_out: bool = False
+) -> Tensor:
+    """Reward minus the mean of its group (GRPO), divided by the group's standard deviation if ``scaled``.
 
     Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; unscaled: Liu et al. 2025 (arXiv:2503.20783).
 
     Args:
         rewards: [n]; completions of one prompt follow each other.
         group: completions per prompt.
+        leave_one_out: subtract the mean of the others (RLOO; Ahmadian et al. 2024, arXiv:2402.14740, eq. 8), which
+            is ``group / (group - 1)`` times as far.
     """
     grouped = rewards.unflatten(0, (-1, group))
     centred = grouped - grouped.mean(1, keepdim=True)
     if scaled:
         centred = centred / (grouped.std(1, keepdim=True) + STD_FLOOR)
-    return centred.flatten()
-
-
-def leave_one_out_advantages(rewards: Tensor, group: int) -> Tensor:
-    """RLOO: reward minus the mean of the others of its group (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8)."""
-    grouped = rewards.unflatten(0, (-1, group))
-    others = (grouped.sum(1, keepdim=True) - grouped) / (group - 1)
-    return (grouped - others).flatten()
+    return centred.flatten() * (group / (group - 1) if leave_one_out else 1)
 
 
 def generalised_advantages(
@@ -61,8 +59,7 @@ def generalised_advantages(
     """
     counted = valid.to(values.dtype)
     values = values * counted
-    after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-    deltas = (rewards + gamma * after - values) * counted
+    deltas = (rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values) * counted
     advantages = torch.zeros_like(values)
     running = torch.zeros_like(values[:, 0])
     for t in range(values.shape[1] - 1, -1, -1):
@@ -73,11 +70,10 @@ def generalised_advantages(
 
 def whitened(values: Tensor, valid: Tensor) -> Tensor:
     """Values [n, s] with mean 0 and variance 1 over all valid positions; 0 where invalid."""
-    counted = valid.to(values.dtype)
-    count = counted.sum().clamp(min=1)
-    centred = (values - (values * counted).sum() / count) * counted
-    variance = centred.square().sum() / (count - 1).clamp(min=1)
-    return centred * (variance + VARIANCE_FLOOR).rsqrt()
+    own = values[valid]
+    variance = own.var(correction=min(1, len(own) - 1))
+    white = (own - own.mean()) * (variance + VARIANCE_FLOOR).rsqrt()
+    return torch.zeros_like(values).masked_scatter(valid, white)
 
 
 def kl_divergence(policy: Tensor, reference: Tensor) -> Tensor:
@@ -106,16 +102,14 @@ def policy_loss(policy: Tensor, advantages: Tensor) -> Tensor:
     return -(policy - policy.detach()).exp() * advantages
 
 
-def clipped_loss(policy: Tensor, old: Tensor, advantages: Tensor, epsilon: float) -> Tensor:
-    """Per token: PPO's clipped surrogate, negated (Schulman et al. 2017, arXiv:1707.06347, eq. 7)."""
-    ratio = (policy - old).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
+def clipped_loss(policy: Tensor, old: Tensor, advantages: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Per token: PPO's clipped surrogate, negated (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
-
-def clipped_share(policy: Tensor, old: Tensor, advantages: Tensor, epsilon: float) -> Tensor:
-    """1 for tokens whose gradient ``clipped_loss`` cuts off, else 0."""
+    Also 1 for tokens whose gradient it cuts off, else 0.
+    """
     ratio = (policy - old).exp()
-    return ((ratio > 1 + epsilon) & (advantages > 0) | (ratio < 1 - epsilon) & (advantages < 0)).to(policy)
+    free, clamped = ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages
+    return -torch.minimum(free, clamped), (clamped < free).to(policy)
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, epsilon: float) -> Tensor:

@@ -44,14 +44,11 @@ class Endpoint:
 
     url: str
     model: str | None
+    longest: int
+    temperature: float
 
     def completions(
-        self,
-        prompts: Sequence[list[int]],
-        seeds: Sequence[tuple[int, ...]],
-        longest: int,
-        tokenizer: Tokenizer,
-        temperature: float,
+        self, prompts: Sequence[list[int]], seeds: Sequence[tuple[int, ...]], tokenizer: Tokenizer
     ) -> list[Completion]:
         """Completions of at most ``longest`` tokens, on the CPU; log-probabilities are the server's, in fp32.
 
@@ -60,14 +57,14 @@ class Endpoint:
 
         Raises DataError if the server fails, or if its answer does not have the tokens exactly.
         """
-        fixed = {**_ALWAYS, "max_tokens": longest, "temperature": temperature}
+        fixed = {**_ALWAYS, "max_tokens": self.longest, "temperature": self.temperature}
         fixed |= {"stop_token_ids": sorted(tokenizer.ends), **({"model": self.model} if self.model else {})}
+        digests = (hashlib.blake2b(repr(seed).encode(), digest_size=6).digest() for seed in seeds)
+        pairs = zip(prompts, map(int.from_bytes, digests), strict=True)
         pool = ThreadPoolExecutor(AT_ONCE)
         try:
-            asked = [
-                pool.submit(self._completion, {**fixed, "prompt": prompt, "seed": _seed(seed)}, tokenizer)
-                for prompt, seed in zip(prompts, seeds, strict=True)
-            ]
+            bodies = [{**fixed, "prompt": prompt, "seed": seed} for prompt, seed in pairs]
+            asked = [pool.submit(self._completion, body, tokenizer) for body in bodies]
             for future in as_completed(asked):
                 future.result()  # raises the first error at once
                 heartbeat.mark()
@@ -77,14 +74,14 @@ class Endpoint:
 
     def _completion(self, asked: dict[str, Any], tokenizer: Tokenizer) -> Completion:
         """Up to the token that ended it."""
-        answer, longest, ends = self._answer(asked), asked["max_tokens"], tokenizer.ends
+        answer, longest, ends = self._answer(asked), self.longest, tokenizer.ends
         try:
             (choice,) = answer["choices"]
             logs, names = choice["logprobs"]["token_logprobs"], choice["logprobs"].get("tokens") or []
             ids = choice.get("token_ids")
-            if ids is None and names and all(name.startswith(_ID) for name in names):
-                ids = [int(name.removeprefix(_ID)) for name in names]
             if ids is None:
+                ids = [int(name.removeprefix(_ID)) for name in names if name.startswith(_ID)]
+            if not ids:
                 fix = "serve with vLLM, which has return_token_ids; text is not tokenized again"
                 raise self._error("the endpoint returns no token ids", "", fix)
             exact = all(type(token) is int and 0 <= token < tokenizer.vocab for token in ids)
@@ -114,7 +111,3 @@ class Endpoint:
 
     def _error(self, what: str, why: str, fix: str = "") -> DataError:
         return DataError(what, where=f"objective.endpoint: {self.url}", why=why, fix=fix)
-
-
-def _seed(parts: tuple[int, ...]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest())

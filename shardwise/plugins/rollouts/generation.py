@@ -55,25 +55,26 @@ def generate(
         uniform: fp64 [n, c], see ``uniforms``; c is the longest completion.
         ends: the tokens that end a completion.
     """
-    (n, longest), device = uniform.shape, live.device
+    (n, longest), device, texts = uniform.shape, live.device, [list(prompt) for prompt in prompts]
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
     with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
-        reader = _reader(live)
-        logits = reader.begin([list(prompt) for prompt in prompts], [BASE] * n, longest)
-        tokens = torch.zeros(n, longest, dtype=torch.int64, device=device)
-        logs = torch.zeros(n, longest, dtype=torch.promote_types(logits.dtype, torch.float32), device=device)
+        reader, tokens, logs = _reader(live), list[Tensor](), list[Tensor]()
         lengths = torch.zeros(n, dtype=torch.int64, device=device)
         ended = torch.zeros(n, dtype=torch.bool, device=device)
         for index in range(longest):
+            logits = reader.follow(tokens[-1]) if tokens else reader.begin(texts, [BASE] * n, longest)
             chosen, log = sampled(logits, uniform[:, index])
-            tokens[:, index], logs[:, index] = chosen, log
+            tokens.append(chosen)
+            logs.append(log)
             lengths += ~ended
             ended |= torch.isin(chosen, ending)
-            if index + 1 == longest or (index % AGREED_EVERY == AGREED_EVERY - 1 and _all_ended(ended)):
-                break
             heartbeat.mark()
-            logits = reader.follow(chosen)
-    rows = zip(tokens.tolist(), logs.cpu(), lengths.tolist(), strict=True)
+            if index % AGREED_EVERY == AGREED_EVERY - 1:
+                going_on = (~ended).any().to(torch.int32)
+                dist.all_reduce(going_on, dist.ReduceOp.MAX)
+                if not int(going_on):
+                    break
+    rows = zip(torch.stack(tokens, 1).tolist(), torch.stack(logs, 1).cpu(), lengths.tolist(), strict=True)
     return [Completion(own[:length], log[:length]) for own, log, length in rows]
 
 
@@ -90,10 +91,3 @@ def rehearse(live: Sampler, rows: int, prompt: int, longest: int, temperature: f
         rehearse_reading(
             _reader(live), (rows, prompt, longest), lambda logits: sampled(logits, uniform)[0], each
         )
-
-
-def _all_ended(ended: Tensor) -> bool:
-    """Whether the completions of all ranks are over. Waits for the device."""
-    going_on = (~ended).any().to(torch.int32)
-    dist.all_reduce(going_on, dist.ReduceOp.MAX)
-    return not int(going_on)

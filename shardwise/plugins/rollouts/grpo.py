@@ -1,4 +1,5 @@
-"""GRPO: policy gradients with the mean reward of a group as baseline (Shao et al. 2024, arXiv:2402.03300).
+"""Policy gradients with the rewards of a group as baseline: its mean in GRPO (Shao et al. 2024, arXiv:2402.03300), the
+mean of the others in RLOO (Ahmadian et al. 2024, arXiv:2402.14740).
 
 On-policy: every rollout gives one update, so the ratio of policies is 1 and nothing is clipped. The loss is a sum over
 tokens. It is divided by the number of tokens of the global batch, or by the number of tokens that its completions could
@@ -7,8 +8,6 @@ have had (``normalise: length``; Liu et al. 2025, arXiv:2503.20783), never by th
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint
@@ -16,7 +15,6 @@ from shardwise.plugins.preferences.reference import REFERENCE
 from shardwise.plugins.rollouts.advantages import group_advantages, kl_divergence, policy_loss
 from shardwise.plugins.rollouts.objective import RolloutObjective
 from shardwise.plugins.rollouts.source import Rollouts, Tables
-from shardwise.recipe.sections import Recipe
 from shardwise.runtime.language_loss import valid_targets
 from shardwise.runtime.measures import note
 from shardwise.runtime.parallel.vocabulary import IGNORED
@@ -25,23 +23,14 @@ from shardwise.runtime.parallel.vocabulary import IGNORED
 class GroupPolicyGradient(RolloutObjective):
     """Policy gradients with advantages of whole completions, from the rewards of their group."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        assert recipe.objective is not None
-        self._by_length = recipe.objective.normalise == "length"
-        self._scaled = bool(recipe.objective.scale_rewards)
-
-    @abstractmethod
-    def of_group(self, rewards: Tensor) -> Tensor:
-        """Advantages [n] of rewards [n]."""
-
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
-        advantages = self.of_group(tables["rewards"][:, 0]).to(tables["sampled"].dtype)
-        spread = advantages.unsqueeze(1).expand_as(tables["sampled"])
+        how = bool(self.asked.scale_rewards), self.asked.name == "rloo"
+        advantages = group_advantages(tables["rewards"][:, 0], self.spec.group, *how)
+        spread = advantages.to(tables["sampled"]).unsqueeze(1).expand_as(tables["sampled"])
         return {**super().added(rollouts, tables), "advantages": spread}
 
     def count(self, blueprint: Blueprint, batch: Batch) -> Tensor:
-        if self._by_length:
+        if self.asked.normalise == "length":
             return batch["present"].sum() * self.spec.completion
         return valid_targets(batch["labels"])
 
@@ -56,11 +45,4 @@ class GroupPolicyGradient(RolloutObjective):
         return losses, self.count(blueprint, batch)
 
 
-class GRPO(GroupPolicyGradient):
-    def of_group(self, rewards: Tensor) -> Tensor:
-        return group_advantages(rewards, self.spec.group, self._scaled)
-
-
-def objective(recipe: Recipe) -> GRPO:
-    """GRPO as a recipe asks for it."""
-    return GRPO(recipe)
+objective = GroupPolicyGradient

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ class RolloutObjective(Referenced, SamplingObjective):
 
     Attributes:
         values: names of the tensors [m, s] that a rollout adds to ids and labels.
+        asked: the recipe's section.
     """
 
     counted = "completion tokens"
@@ -46,26 +46,25 @@ class RolloutObjective(Referenced, SamplingObjective):
             recipe.seed, recipe.batch_size, length, length - recipe.prompt_tokens, asked.group or 1,
             asked.temperature or 1.0, bool(asked.mask_truncated), asked.epochs or 1, asked.minibatches or 1,
         )  # fmt: skip
-        self.rewards, self.beta = rewards_of(asked), asked.beta or 0.0
-        self.endpoint = None if asked.endpoint is None else Endpoint(asked.endpoint, asked.endpoint_model)
-        if self.endpoint is not None:
+        self.asked, self.rewards, self.beta = asked, rewards_of(asked), asked.beta or 0.0
+        self.endpoint: Endpoint | None = None
+        if asked.endpoint is not None:
+            fixed = self.spec.completion, self.spec.temperature
+            self.endpoint = Endpoint(asked.endpoint, asked.endpoint_model, *fixed)
             words = "whose weights do not follow training; its time and memory are not in the plan"
-            self.plan_notes = (f"completions are from {self.endpoint.url}, {words}",)
+            self.plan_notes = (f"completions are from {asked.endpoint}, {words}",)
         if self.how:
             self.values = (*self.values, REFERENCE)
-        names = ("reward", *(f"reward/{name}" for name in self.rewards.names), "reward_deviation")
-        own = ("completion_length", "truncated", "entropy", "mismatch", *("kl",) * bool(self.how))
-        self.measures = (*names, *own)
-        self.per_token, self.per_sample = frozenset(self.values), frozenset(self._of_rows())
-
-    def _of_rows(self) -> SampleShapes:
+        own = ("reward_deviation", "completion_length", "truncated", "entropy", "mismatch")
+        self.measures = (*self.rewards.measures, *own, *("kl",) * bool(self.how))
+        rows: SampleShapes = dict.fromkeys(("lengths", "ended", "present"), ((), torch.int64))
         rewards = (1 + len(self.rewards.rewards),)
-        counts = dict.fromkeys(("lengths", "ended", "present"), ((), torch.int64))
-        return {**counts, "rewards": (rewards, torch.float64), "deviation": ((), torch.float64)}
+        self._of_rows = {**rows, "rewards": (rewards, torch.float64), "deviation": ((), torch.float64)}
+        self.per_token, self.per_sample = frozenset(self.values), frozenset(self._of_rows)
 
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
         values = dict.fromkeys(self.values, ((data.sequence_length,), torch.float32))
-        return {**shapes, **values, **self._of_rows()}
+        return {**shapes, **values, **self._of_rows}
 
     @abstractmethod
     def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -112,7 +111,9 @@ class RolloutObjective(Referenced, SamplingObjective):
                 compute(run.passes, [batch])
 
     def warm_up(self, run: Run) -> None:
-        generate(run, [[0], [0]], torch.full((2, 4), 0.5, dtype=torch.float64), [0], self.spec.temperature)
+        if self.endpoint is None:
+            uniform = torch.full((2, 4), 0.5, dtype=torch.float64)
+            generate(run, [[0], [0]], uniform, [0], self.spec.temperature)
 
     def passes(self) -> list[OverBatches]:
         """The passes over a whole rollout before it is trained on."""
@@ -121,12 +122,8 @@ class RolloutObjective(Referenced, SamplingObjective):
     def note_rollout(self, batch: Batch, policy: Tensor) -> None:
         """Note the measures of a micro-batch, whose labels have the log-probabilities ``policy`` [m, s] now."""
         valid, present = batch["labels"] != IGNORED, batch["present"]
-        names = ("reward", *(f"reward/{name}" for name in self.rewards.names))
-        of_rows: dict[str, Any] = dict(zip(names, batch["rewards"].unbind(1), strict=True))
-        of_rows |= {"reward_deviation": batch["deviation"], "completion_length": batch["lengths"]}
-        of_rows["truncated"] = 1 - batch["ended"]
-        for name, values in of_rows.items():
+        rows = (*batch["rewards"].unbind(1), batch["deviation"], batch["lengths"], 1 - batch["ended"])
+        for name, values in zip(self.measures, rows, strict=False):
             note(name, (values * present).sum(), present.sum())
-        tokens = {"entropy": -batch["sampled"], "mismatch": (policy - batch["sampled"]).abs()}
-        for name, values in tokens.items():
+        for name, values in (("entropy", -batch["sampled"]), ("mismatch", (policy - batch["sampled"]).abs())):
             note(name, values.where(valid, 0).sum(), valid_targets(batch["labels"]))

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly
@@ -20,7 +21,6 @@ from shardwise.model.value_head import log_probabilities_and_values
 from shardwise.plugins.preferences.reference import REFERENCE
 from shardwise.plugins.rollouts.advantages import (
     clipped_loss,
-    clipped_share,
     clipped_value_loss,
     generalised_advantages,
     whitened,
@@ -41,8 +41,7 @@ class PPO(RolloutObjective):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        asked = recipe.objective
-        assert asked is not None
+        asked = self.asked
         self._gamma, self._lambda = asked.discount or 1.0, asked.trace_decay or 0.0
         self._epsilon, self._value_epsilon = asked.epsilon or 0.0, asked.value_epsilon or 0.0
         self._value_weight, self._whiten = asked.value_weight or 0.0, bool(asked.whiten)
@@ -52,9 +51,8 @@ class PPO(RolloutObjective):
         tables = {**tables, **super().added(rollouts, tables)}
         old, state = rollouts.computed(tables, self._before_updates).unbind(1)
         valid = tables["labels"] != IGNORED
-        rewards = torch.zeros_like(old).masked_scatter(
-            last(valid), tables["rewards"][valid.any(1), 0].to(old)
-        )
+        last = valid & ~F.pad(valid[:, 1:], (0, 1))
+        rewards = torch.zeros_like(old).masked_scatter(last, tables["rewards"][valid.any(1), 0].to(old))
         if self.how:
             rewards = rewards - self.beta * (old - tables[REFERENCE])
         advantages, returns = generalised_advantages(rewards, state, valid, self._gamma, self._lambda)
@@ -77,9 +75,10 @@ class PPO(RolloutObjective):
         policy, state = self._both(blueprint, model, batch).unbind(1)
         given, valid = (policy, batch[OLD], batch["advantages"], self._epsilon), batch["labels"] != IGNORED
         errors = clipped_value_loss(state, batch[STATE], batch[RETURNS], self._value_epsilon)
-        losses = self.corrected(clipped_loss(*given), batch[OLD], batch) + self._value_weight * errors
+        surrogate, clipped = clipped_loss(*given)
+        losses = self.corrected(surrogate, batch[OLD], batch) + self._value_weight * errors
         self.note_rollout(batch, batch[OLD])
-        noted = {"clipped": clipped_share(*given), "value_error": errors}
+        noted = {"clipped": clipped, "value_error": errors}
         if self.how:
             noted["kl"] = batch[OLD] - batch[REFERENCE]
         for name, values in noted.items():
@@ -87,12 +86,4 @@ class PPO(RolloutObjective):
         return losses, valid.sum()
 
 
-def last(valid: Tensor) -> Tensor:
-    """The last of the valid positions of every row, bool [n, s]."""
-    after = torch.cat([valid[:, 1:], torch.zeros_like(valid[:, :1])], 1)
-    return valid & ~after
-
-
-def objective(recipe: Recipe) -> PPO:
-    """PPO as a recipe asks for it."""
-    return PPO(recipe)
+objective = PPO

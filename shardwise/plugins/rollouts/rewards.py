@@ -9,18 +9,23 @@ A reward model reads the sampled tokens if its tokenizer is that of the prompts;
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.core.errors import DataError, RecipeError, ShardwiseError, one_line, shorten
-from shardwise.core.paths import path_of
+from shardwise.core.paths import no_folder, path_of
 from shardwise.core.user_objects import resolve, without_folder
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.launch.user_code import place_in
 from shardwise.recipe.objective import ObjectiveSpec
 
 
@@ -57,20 +62,23 @@ class NamedReward:
         """One number per completion. Raises RecipeError if the function fails, or returns anything but numbers."""
         where = f"objective.{self.key}: {self.name}"
         try:
-            values = list(self.function(given))
+            values = list(self.function(given)) if given.tokens else []
         except ShardwiseError:
             raise
         except Exception as error:  # whatever the user's own code raises
-            why = f"{type(error).__name__}: {one_line(str(error))}"
-            raise RecipeError("the reward function failed", where=where, why=why) from error
+            why, where = f"{type(error).__name__}: {one_line(str(error))}", f"{where}{place_in(error)}"
+            fix = f"the trace is in logs/rank-{dist.get_rank()}.log" if dist.is_initialized() else ""
+            raise RecipeError("the reward function failed", where=where, why=why, fix=fix) from error
         if len(values) != len(given.tokens):
             why = f"it returned {len(values)} for {len(given.tokens)} completions"
             raise RecipeError("a reward function returns one number per completion", where=where, why=why)
         for value, prompt, completion in zip(values, *given.texts, strict=True):
-            if not _is_finite(value):
-                why = f"of the completion {shorten(completion, 60)!r} to {shorten(prompt, 60)!r}"
-                fix = "return a finite number for every completion"
-                raise RecipeError(f"a reward is {value!r}", where=where, why=why, fix=fix)
+            with suppress(TypeError, ValueError, OverflowError):
+                if math.isfinite(value):
+                    continue
+            why = f"of the completion {shorten(completion, 60)!r} to {shorten(prompt, 60)!r}"
+            fix = "return a finite number for every completion"
+            raise RecipeError(f"a reward is {value!r}", where=where, why=why, fix=fix)
         return [float(value) for value in values]
 
 
@@ -81,9 +89,10 @@ class Rewards:
     rewards: Sequence[NamedReward]
 
     @property
-    def names(self) -> list[str]:
-        """Short ones, for metrics."""
-        return [str(without_folder(reward.name)).rpartition(":")[2] for reward in self.rewards]
+    def measures(self) -> list[str]:
+        """Names of the columns of ``of`` in metrics."""
+        names = (str(without_folder(reward.name)).rpartition(":")[2] for reward in self.rewards)
+        return ["reward", *(f"reward/{name}" for name in names)]
 
     def of(self, given: Completions) -> Tensor:
         """fp64 [n, 1 + rewards]: the weighted sum, and every reward before its weight."""
@@ -94,30 +103,42 @@ class Rewards:
 
 
 def rewards_of(spec: ObjectiveSpec) -> Rewards:
-    """The rewards that a recipe names. Raises RecipeError if one cannot be imported or opened."""
+    """The rewards that a recipe names. Raises RecipeError if one cannot be imported, called or opened."""
     named = spec.rewards or ()
     weights = spec.reward_weights or (1.0,) * len(named)
-    functions = [_of_function(resolve(name, "objective.rewards")) for name in named]
-    rewards = list(map(NamedReward, named, weights, functions))
+    rewards = list(map(NamedReward, map(str, map(without_folder, named)), weights, map(_of_function, named)))
     if spec.reward_model is not None:
         rewards.append(NamedReward(spec.reward_model, 1.0, _of_model(spec.reward_model), "reward_model"))
     return Rewards(rewards)
 
 
-def _of_function(function: Callable[..., Sequence[float]]) -> Reward:
+def _of_function(name: str) -> Reward:
+    function = resolve(name, "objective.rewards")
+    why = "" if callable(function) else f"it is a {type(function).__name__}"
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        why = "it is async, and nothing awaits it; call asyncio.run in a plain function"
+    if why:
+        where = f"objective.rewards: {without_folder(name)}"
+        raise RecipeError("a reward must be a function that returns numbers", where=where, why=why)
     return lambda given: function(*map(list, given.texts), **given.fields)
 
 
 def _of_model(folder: str) -> Reward:
     """The score of a trained reward model, which is read when it is first asked, in fp32 on the host."""
-    if not path_of(folder).is_dir():
-        raise RecipeError("no such folder", where=f"objective.reward_model: {folder}")
+    path, where = path_of(folder), f"objective.reward_model: {folder}"
+    if not any((path / name).is_file() for name in (RECIPE, "config.json")):
+        why = f"it has neither {RECIPE} nor config.json" if path.is_dir() else no_folder(path)
+        raise RecipeError("not the folder of a reward model", where=where, why=why)
 
     @functools.cache
     def model() -> Any:
         from shardwise.plugins.preferences.scoring import load_reward_model
 
-        return load_reward_model(path_of(folder))
+        try:
+            return load_reward_model(path)
+        except ShardwiseError as error:
+            error.where = f"objective.reward_model: {error.where.removeprefix('model.hf: ')}"
+            raise
 
     return lambda given: model()(_documents(given, model().tokenizer, folder)).tolist()
 

@@ -35,6 +35,7 @@ from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
 from shardwise.runtime.parallel.vocabulary import IGNORED
 from shardwise.technique import MICRO_BATCH_SIZE
+from shardwise.trainer.run_log import warn
 
 KEPT = 2
 """Rollouts that are kept: that of the running step, and that of the step whose results are being read."""
@@ -115,6 +116,7 @@ class Rollouts:
     endpoint: Endpoint | None = None
     folder: Path | None = None
     _kept: dict[int, Tables] = field(default_factory=dict, init=False)
+    _warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.unit = self.spec.steps
@@ -143,35 +145,29 @@ class Rollouts:
         batches = []
         for first in range(0, len(records), most):  # no more completions at once than in a rollout
             tables = self._completed(records[first : first + most], HELD_OUT + first)
-            batches += self.micro_batches(
-                {**tables, **self.added(self, tables)}, range(len(tables["labels"]))
-            )
+            tables |= self.added(self, tables)
+            batches += self.micro_batches(tables, range(len(tables["labels"])))
         return batches
 
     def micro_batches(self, tables: Tables, rows: Sequence[int]) -> list[Batch]:
         """The share of this rank in these rows of a rollout, on its device; rows of padding have no labels."""
-        batches = []
-        for slots in self._slots(len(rows)):
+        run, batches = self.run, []
+        for slots in deal(len(rows), run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]):
             index = torch.tensor([0 if slot is None else rows[slot] for slot in slots])
             batch = {name: table[index] for name, table in tables.items()}
             batch["present"] = torch.tensor([int(slot is not None) for slot in slots])
             batch["labels"][batch["present"] == 0] = IGNORED
-            batches.append({name: to_device(value, self.run.device) for name, value in batch.items()})
+            batches.append({name: to_device(value, run.device) for name, value in batch.items()})
         return batches
-
-    def _slots(self, rows: int) -> list[list[int | None]]:
-        size = self.run.strategy[MICRO_BATCH_SIZE]
-        return deal(rows, self.run.data_rank, self.run.data_degree, size)
 
     def computed(self, tables: Tables, compute: OverBatches) -> Tensor:
         """A table of the results of ``compute`` for the micro-batches of the whole rollout."""
         size = len(tables["labels"])
-        rows = [slot for slots in self._slots(size) for slot in slots]
-        batches = self.micro_batches(tables, range(size))
+        batches = self.micro_batches({**tables, "row": torch.arange(size)}, range(size))
+        present, rows = (torch.cat([batch[name] for batch in batches]) for name in ("present", "row"))
         results = compute(self.run.passes, [self.run.local_batch(batch) for batch in batches])
         values = torch.cat([result for result in results if result is not None])
-        there = [index for index, row in enumerate(rows) if row is not None]
-        return self._shared(values[there], [row for row in rows if row is not None], size)
+        return self._shared(values[present.bool()], rows[present.bool()], size)
 
     # ---- making a rollout ---------------------------------------------------------------------------------
 
@@ -183,6 +179,11 @@ class Rollouts:
             tables = self._completed(self.prompts.records(number * self.unit), number)
             if file is not None:
                 save_file(tables, file)
+            elif not self._warned and bool((tables["labels"] == IGNORED).all()):
+                self._warned = True
+                why = f"every completion was cut at objective.completion_length = {self.spec.completion}"
+                fix = "raise it, or set objective.mask_truncated: false"
+                warn(f"{why} and trains nothing; {fix}")
         return {**tables, **self.added(self, tables)}
 
     def _completed(self, prompts: Sequence[Mapping[str, Any]], number: int) -> Tables:
@@ -202,7 +203,7 @@ class Rollouts:
             done = generate(run, texts, noise, sorted(cuts.ends), spec.temperature)
         else:
             seeds = [(spec.seed, number, *sample) for sample in samples[:count]]
-            done = self.endpoint.completions(texts[:count], seeds, spec.completion, cuts, spec.temperature)
+            done = self.endpoint.completions(texts[:count], seeds, cuts)
         own, rewards = own[:count], self._rewarded(asked[:count], done)
         tables = {**laid_out(texts[:count], done, cuts.ends, spec.length), "rewards": rewards}
         tables = {name: self._shared(table, own, size) for name, table in tables.items()}
@@ -214,19 +215,17 @@ class Rollouts:
 
     def _rewarded(self, prompts: Sequence[Mapping[str, Any]], done: Sequence[Completion]) -> Tensor:
         """The rewards of the first completions, to these prompts."""
-        if not prompts:
-            return torch.empty(0, 1 + len(self.rewards.rewards), dtype=torch.float64)
-        names = [name for name in prompts[0]["fields"] if name != "prompt"]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt["fields"] if name != "prompt")
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
         given, tokens = [prompt["prompt"] for prompt in prompts], [own.tokens for own in done[: len(prompts)]]
         return self.rewards.of(Completions(given, tokens, fields, self.prompts.tokenizer))
 
-    def _shared(self, own: Tensor, rows: Sequence[int], size: int) -> Tensor:
+    def _shared(self, own: Tensor, rows: Sequence[int] | Tensor, size: int) -> Tensor:
         """The table of all ``size`` rows, in host memory, from every rank's ``rows`` of it."""
         kind = torch.finfo(own.dtype) if own.is_floating_point() else torch.iinfo(own.dtype)
         device = self.run.device
         whole = torch.full((size, *own.shape[1:]), kind.min, dtype=own.dtype, device=device)
-        whole[torch.tensor(rows, dtype=torch.int64, device=device)] = own.to(device)
+        whole[torch.as_tensor(rows, dtype=torch.int64, device=device)] = own.to(device)
         dist.all_reduce(whole, dist.ReduceOp.MAX)
         return whole.cpu()
 
@@ -237,8 +236,8 @@ def laid_out(
     """Rows of prompts and their completions, the first ones: the first five of ``Tables``."""
     n, kind = len(prompts), done[0].log_probabilities.dtype if done else torch.float32
     ids, labels = torch.zeros(n, length, dtype=torch.int64), torch.full((n, length), IGNORED)
-    sampled, lengths = torch.zeros(n, length, dtype=kind), torch.zeros(n, dtype=torch.int64)
-    ended = torch.zeros(n, dtype=torch.int64)
+    sampled = torch.zeros(n, length, dtype=kind)
+    lengths, ended = torch.zeros(2, n, dtype=torch.int64)
     for row, (prompt, (tokens, logs)) in enumerate(zip(prompts, done, strict=False)):
         targets = slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))
         ids[row, : targets.stop + 1] = torch.tensor([*prompt, *tokens])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,16 @@ def tables(recipe: Recipe, settings: dict[str, Any]) -> dict[str, Tensor]:
     """Of the first rollout."""
     _, rollouts = opened(recipe, settings)
     return rollouts._made(0)
+
+
+def printed(recipe: Recipe, settings: dict[str, Any]) -> str:
+    """What this rank prints while it makes two rollouts in which no completion ends."""
+    _, rollouts = opened(recipe, settings)
+    rollouts.prompts.tokenizer.ends = frozenset({-1})
+    with redirect_stdout(io.StringIO()) as out:
+        rollouts._made(0)
+        rollouts._made(1)
+    return out.getvalue()
 
 
 def evaluated(

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from shardwise.plugins.rollouts.advantages import (
     clipped_loss,
-    clipped_share,
     clipped_value_loss,
     generalised_advantages,
     group_advantages,
     kl_divergence,
-    leave_one_out_advantages,
     policy_loss,
     whitened,
 )
@@ -49,7 +47,7 @@ def test_group_advantages_are_rewards_minus_the_mean_over_the_deviation() -> Non
 def test_a_group_of_equal_rewards_teaches_nothing() -> None:
     equal = torch.full((GROUP,), 0.7, dtype=torch.float64)
     assert group_advantages(equal, GROUP, True).abs().max() < 1e-11
-    assert leave_one_out_advantages(equal, GROUP).abs().max() < 1e-15
+    assert group_advantages(equal, GROUP, leave_one_out=True).abs().max() < 1e-15
 
 
 def test_leave_one_out_is_the_mean_of_the_others() -> None:
@@ -58,7 +56,8 @@ def test_leave_one_out_is_the_mean_of_the_others() -> None:
     for first in range(0, 12, GROUP):
         own = rewards[first : first + GROUP].tolist()
         expected += [r - (sum(own) - r) / (GROUP - 1) for r in own]
-    assert leave_one_out_advantages(rewards, GROUP).tolist() == pytest.approx(expected, abs=1e-12)
+    given = group_advantages(rewards, GROUP, leave_one_out=True)
+    assert given.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def plain_gae(
@@ -142,11 +141,10 @@ def plain_clip(policy: float, old: float, advantage: float, epsilon: float) -> f
 
 def test_clipped_loss_equals_equation_7_and_its_gradient_stops_where_clipped() -> None:
     policy, old, advantages = random(40, seed=9).requires_grad_(), random(40, seed=10), random(40, seed=11)
-    loss = clipped_loss(policy, old, advantages, 0.2)
+    loss, share = clipped_loss(policy, old, advantages, 0.2)
     rows = zip(policy.tolist(), old.tolist(), advantages.tolist(), strict=True)
     assert loss.tolist() == pytest.approx([plain_clip(*row, 0.2) for row in rows], abs=1e-12)
     loss.sum().backward()
-    share = clipped_share(policy.detach(), old, advantages, 0.2)
     assert 0 < share.sum() < 40
     assert policy.grad is not None
     assert torch.equal(share == 1, policy.grad == 0)
@@ -158,7 +156,7 @@ def test_clipped_loss_on_the_policy_itself_is_the_policy_loss() -> None:
     for clipped in (True, False):
         policy = random(6, seed=12).requires_grad_()
         loss = (
-            clipped_loss(policy, policy.detach(), advantages, 0.2)
+            clipped_loss(policy, policy.detach(), advantages, 0.2)[0]
             if clipped
             else policy_loss(policy, advantages)
         )

@@ -20,6 +20,7 @@ from tests.plugins.rollouts.rollout_runs import (
     evaluated,
     gradients,
     letters,
+    printed,
     prompts,
     rollout_recipe,
     tables,
@@ -227,6 +228,15 @@ def test_truncated_completions_train_nothing_but_count_in_their_group(pool: Pool
     assert torch.equal(masked["labels"][ended], whole["labels"][ended])
     assert (masked["labels"][~ended] < 0).all()
     assert torch.equal(masked["advantages"], whole["advantages"])
+
+
+def test_a_rollout_that_trains_nothing_is_a_warning_once(pool: Pool, source: Path) -> None:
+    recipe = rollout_recipe(source, "grpo", {"mask_truncated": True, "completion_length": 2})
+    line = (
+        "warning: every completion was cut at objective.completion_length = 2 and trains nothing; "
+        "raise it, or set objective.mask_truncated: false\n"
+    )
+    assert pool.run(2, printed, recipe, EXACT) == [line, ""]
 
 
 def test_training_reads_the_sampled_ids_even_where_text_would_be_tokenized_otherwise(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.checkpoint import save_checkpoint
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import RecipeError, ShardwiseError
 from shardwise.data.tokenizer import ByteTokenizer, open_tokenizer
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
@@ -39,6 +39,10 @@ def right(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[s
 
 def broken(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
     raise KeyError("solution")
+
+
+async def later(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
 
 
 def none_for_empty(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float | None]:
@@ -75,7 +79,11 @@ def test_without_weights_they_count_alike() -> None:
 
 
 REFUSED = [
-    ("broken", r"the reward function failed \(objective.rewards: .*:broken\): KeyError: 'solution'"),
+    (
+        "broken",
+        r"the reward function failed \(objective.rewards: \S+:broken at \S*test_rewards.py:"
+        rf"{broken.__code__.co_firstlineno + 1}\): KeyError: 'solution'",
+    ),
     ("none_for_empty", r"a reward is None .*: of the completion '' to 'second'; return a finite number"),
     ("not_finite", r"a reward is nan .*: of the completion 'xyz' to 'first'"),
     ("one", r"one number per completion .*: it returned 1 for 2 completions"),
@@ -89,9 +97,18 @@ def test_a_fault_of_a_function_is_one_line_that_names_it(name: str, message: str
     assert "\n" not in str(raised.value)
 
 
-def test_a_function_that_is_not_there_is_refused() -> None:
-    with pytest.raises(RecipeError, match="cannot be imported"):
-        opened("missing")
+NOT_FUNCTIONS = [
+    (f"{HERE}:missing", r"cannot be imported \(objective.rewards: "),
+    (f"{HERE}:HERE", "must be a function .*: it is a str"),
+    (f"{HERE}:later", "must be a function .*: it is async, and nothing awaits it; call asyncio.run"),
+    ("my_rewards.py:digits", r"my_rewards.py:digits\): .*; leave out .py: my_rewards:digits"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), NOT_FUNCTIONS)
+def test_what_cannot_be_called_is_refused_before_it_is(name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        rewards_of(ObjectiveSpec(name="grpo", rewards=(name,)))
 
 
 # ---- a reward model ---------------------------------------------------------------------------------------
@@ -156,6 +173,15 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(pool: Pool, tmp_pa
         rewards.of(tagged)
 
 
-def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"no such folder \(objective.reward_model: .*away\)"):
+def test_a_folder_without_a_reward_model_is_refused_by_its_key(tmp_path: Path) -> None:
+    """At once where its files are missing, else when it is read."""
+    with pytest.raises(RecipeError, match=r"objective.reward_model: .*away\): there is no such folder"):
         rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path / "away")))
+    with pytest.raises(
+        RecipeError, match=r"objective.reward_model: .*: it has neither recipe.yaml nor config"
+    ):
+        rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    rewards = rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path)))
+    with pytest.raises(ShardwiseError, match=r"\(objective.reward_model: /"):
+        rewards.of(given(["a"], ["b"]))
