@@ -65,10 +65,20 @@ def open_completions(opened: OpenedSource) -> Splits[Completions]:
             where=spec.source,
             why=f"none of {cache.header.documents:,} records has a trained token among its first"
             f" {spec.sequence_length + 1:,}",
-            fix="raise data.sequence_length",
+            fix=longer_sequences(np.diff(cache.documents()["end"].astype(np.int64), prepend=0) - 1),
         )
     parts = [cache.header.digest, spec.sequence_length, spec.held_out, "packed" if spec.packing else "padded"]
     return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, spec))
+
+
+def longer_sequences(needed: npt.NDArray[np.int64], key: str = "data.sequence_length") -> str:
+    """The fix where no record fits into a sequence, by the length that each of them needs, [records]."""
+    if len(needed) == 1:
+        return f"raise {key} to {needed[0]:,}"
+    shortest, median, longest = np.sort(needed)[[0, (len(needed) - 1) // 2, -1]]
+    return (
+        f"raise {key}: the shortest record needs {shortest:,}, the median {median:,}, the longest {longest:,}"
+    )
 
 
 def divide(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> tuple[Completions, Completions]:
