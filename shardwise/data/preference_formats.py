@@ -10,8 +10,8 @@ of turns, one turn, or the text of the assistant's one.
     question, or input              a user's turn (Intel/orca_dpo_pairs)
     prompt and system               both turns, of completions that are texts, too
 
-The common text is cut back before its last blank, or behind its last mark, so that no word is divided. Texts that have none in common are
-refused: their prompt is likely in a field that is not read. Completions may repeat the turns of
+The common text is cut back before its last blank, or behind its last mark, so that no word is divided. Texts that have
+none in common are refused: their prompt is likely in a field that is not read. Completions may repeat the turns of
 `prompt` (UltraFeedback). `margin` is a number that says by how much the chosen one is better.
 
 `unpaired` is a record of another format with `label`, or `kto_tag`: true if its last answer is desirable.
