@@ -116,13 +116,13 @@ def open_pairs(opened: OpenedSource) -> Splits[Pairs]:
     train, held_out = divide_pairs(cache, opened.tokenizer, spec)
     if not len(train):
         why = f"all {cache.header.documents:,} records are longer, and data.too_long is drop"
-        firsts = cache.documents()["first"].astype(np.int64)
-        lengths = np.diff(cache.documents()["end"].astype(np.int64), prepend=0) - firsts
+        firsts, ends = (cache.documents()[name].astype(np.int64) for name in ("first", "end"))
+        lengths: TokenIds = ends - np.concatenate([[0], ends[:-1]]) - firsts
         fixes = [
             longer_sequences(needed, key)
             for needed, room, key in (
                 (firsts, spec.sequence_length, "data.sequence_length"),
-                (lengths, spec.decoder_length, "data.target_length"),
+                (lengths, spec.decoder_length, "data.completion_length"),
             )
             if needed.max() > room
         ]

@@ -126,9 +126,9 @@ def labelled_of(record: Record, template: bool) -> Labelled:
     if output and isinstance(answer := fields.get(output), str):
         asked = with_turns(bare, template)
         if asked is not bare:
-            turns = [{"role": "assistant", "content": text_in(answer, output, where)}]
+            said = [{"role": "assistant", "content": text_in(answer, output, where)}]
             others = {key: value for key, value in asked.fields.items() if key != output}
-            bare, name = Record({**others, "completion": turns}, where), "prompt"
+            bare, name = Record({**others, "completion": said}, where), "prompt"
     example = example_of(bare, name, empty=True)
     if isinstance(example, Completed):
         return Labelled(replace(example, only_last=True), label, TEXT_KEYS[name] | set(LABELS))

@@ -31,7 +31,7 @@ from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import Header, json_hash
 from shardwise.data.cached_documents import CachedDocuments
-from shardwise.data.completions import MOSTLY_PADDING, held_out_records, longer_sequences
+from shardwise.data.completions import MOSTLY_PADDING, held_out_records, no_room
 from shardwise.data.dataset import (
     Document,
     OpenedSource,
@@ -138,13 +138,7 @@ def open_preferences(opened: OpenedSource) -> Splits[Preferences]:
     train, held_out, left_out = divide_preferences(cache, encoder, spec, scored)
     if not len(train):
         whole = inputs_of_documents(cache, 2) + (1 if scored else 0)
-        raise DataError(
-            "no pair within a sequence",
-            where=spec.source,
-            why=f"none of {cache.header.documents // 2:,} pairs has trained tokens in both documents among those"
-            f" that fit into {spec.sequence_length:,}",
-            fix=longer_sequences(whole.sum(1) if spec.packing else whole.max(1)),
-        )
+        raise no_room(spec, "pair", len(whole), whole.sum(1) if spec.packing else whole.max(1))
     parts = [
         cache.header.digest,
         spec.sequence_length,

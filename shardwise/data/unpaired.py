@@ -21,12 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.errors import DataError
 from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import json_hash
 from shardwise.data.cached_documents import CachedDocuments
-from shardwise.data.completions import MOSTLY_PADDING, held_out_records, longer_sequences
+from shardwise.data.completions import MOSTLY_PADDING, held_out_records, no_room
 from shardwise.data.dataset import (
     Document,
     OpenedSource,
@@ -130,13 +129,8 @@ def open_unpaired(opened: OpenedSource) -> Splits[Unpaired]:
     cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
     train, held_out, left_out = divide_unpaired(cache, encoder, spec)
     if not len(train):
-        raise DataError(
-            "no completion within a sequence",
-            where=spec.source,
-            why=f"none of {cache.header.documents:,} records has a trained token among its first"
-            f" {spec.sequence_length + 1:,}",
-            fix=longer_sequences(inputs_of_documents(cache, encoder.documents).max(1)),
-        )
+        whole = inputs_of_documents(cache, encoder.documents)
+        raise no_room(spec, "completion", whole.size, whole.max(1))
     parts = [
         cache.header.digest,
         spec.sequence_length,

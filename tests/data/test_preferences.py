@@ -480,6 +480,7 @@ def test_nothing_to_train_on_says_why_and_what_would_do(tmp_path: Path, opened_k
         (pairs, "scored", {}, (13, 23, 93)),
         (labelled, "unpaired", {}, (11, 21, 91)),
         (labelled, "causal", {"format": "prompt"}, (11, 21, 91)),
+        (labelled, "seq2seq", {"format": "prompt"}, (11, 21, 91)),
         (prompts, "prompts", {}, (11, 21, 91)),
     ):
         source = jsonl(tmp_path / "c.jsonl", *records)
