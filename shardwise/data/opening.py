@@ -142,7 +142,8 @@ def _unsuitable(
     elif kind in _NEEDS:
         said, key = objective
         what = f"{said} needs {_NEEDS[kind]}"
-        fix = misspelt(sorted(fields), _needed(kind)) or f"give such records, or leave {key} out"
+        give = "name the prompt's field 'prompt'" if kind == "prompts" else "give such records"
+        fix = misspelt(sorted(fields), _needed(kind)) or f"{give}, or leave {key} out"
     elif name in ("preference", "unpaired"):
         what = f"the {kind} objective needs one text or completion per record"
         why, fix = "these are preferences", f"set objective: {'dpo' if name == 'preference' else 'kto'}"

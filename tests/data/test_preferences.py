@@ -562,7 +562,7 @@ COMPLETION = {"prompt": "a", "completion": "b"}
         (
             {"question": "a", "answer": "b"},
             "prompts",
-            "needs prompts: prompt, messages.*has answer, question",
+            "needs prompts.*has answer, question; name the prompt's field",
         ),
         ({**COMPLETION, "labl": True}, "unpaired", "did you mean 'label' by 'labl'"),
         ({"prompt": "a", "choosen": "b", "rejected": "c"}, "pairs", "did you mean 'chosen' by 'choosen'"),
