@@ -31,7 +31,8 @@ class Header:
     left out because nothing in them is trained on, `divided` those in several parts, `endless` the answers after which
     no end of a turn is trained on; `unread` names fields that neither the format nor the chat template reads. Of
     preferences alone: `preferences` says that the rows are those, `margins` that they have some, `equal` counts the
-    untrained pairs whose chosen and rejected documents are the same, `empty_documents` the empty completions.
+    untrained pairs whose chosen and rejected documents are the same, `implicit` the pairs whose prompt is the text that
+    both begin with, `empty_documents` the empty completions.
     """
 
     format: int
@@ -52,6 +53,7 @@ class Header:
     preferences: bool = False
     margins: bool = False
     equal: int = 0
+    implicit: int = 0
 
     @property
     def row(self) -> np.dtype[np.void]:

@@ -60,15 +60,40 @@ def open_completions(opened: OpenedSource) -> Splits[Completions]:
     cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
     train, held_out = divide(cache, encoder, spec)
     if not len(train):
-        raise DataError(
-            "no completion within a sequence",
-            where=spec.source,
-            why=f"none of {cache.header.documents:,} records has a trained token among its first"
-            f" {spec.sequence_length + 1:,}",
-            fix="raise data.sequence_length",
+        documents = cache.documents()
+        whole = (
+            documents["end"].astype(np.int64)
+            - np.concatenate([[0], documents["end"][:-1]]).astype(np.int64)
+            - 1
         )
+        raise no_room(spec, "completion", len(whole), whole)
     parts = [cache.header.digest, spec.sequence_length, spec.held_out, "packed" if spec.packing else "padded"]
     return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, spec))
+
+
+def no_room(spec: DataSpec, what: str, count: int, needed: npt.NDArray[np.int64]) -> DataError:
+    """The error for `count` records or pairs of which none fits into a sequence.
+
+    Args:
+        what: a completion, or a pair.
+        needed: sequence length that each record needs, [records].
+    """
+    records = "pairs" if what == "pair" else "records"
+    where = "in both documents" if what == "pair" else "in its completion"
+    why = f"none of {count:,} {records} has trained tokens {where} before the cut at {spec.sequence_length:,}"
+    if spec.too_long == "drop":
+        why = f"all {count:,} {records} are longer than {spec.sequence_length:,}, and data.too_long is drop"
+    return DataError(f"no {what} within a sequence", where=spec.source, why=why, fix=longer_sequences(needed))
+
+
+def longer_sequences(needed: npt.NDArray[np.int64], key: str = "data.sequence_length") -> str:
+    """The fix where no record fits into a sequence, by the length that each of them needs, [records]."""
+    if len(needed) == 1:
+        return f"raise {key} to {needed[0]:,}"
+    shortest, median, longest = np.sort(needed)[[0, (len(needed) - 1) // 2, -1]]
+    return (
+        f"raise {key}: the shortest record needs {shortest:,}, the median {median:,}, the longest {longest:,}"
+    )
 
 
 def divide(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> tuple[Completions, Completions]:

@@ -38,10 +38,10 @@ from shardwise.data.readers import Record
 from shardwise.data.source import Source
 from shardwise.data.spans import TextSpan
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.data.turns import Turn
+from shardwise.data.turns import TRAINED_KEYS, Turn
 from shardwise.recipe.sections import DataSpec
 
-ENCODING_VERSION = 3
+ENCODING_VERSION = 4
 """Of the rules in this file and in `chat`: another version encodes some records otherwise."""
 
 _RECORDS_AT_A_TIME = 1024
@@ -124,6 +124,13 @@ class Encoder:
             why = f"it has {len(encoded.tokens)} tokens"
             raise DataError("nothing to train on", where=record.where, why=why)
         return encoded.tokens, encoded.trained
+
+    def nothing_trained(self, records: int) -> tuple[str, str]:
+        """Why none of the records so far, of which there are `records`, trains anything; and what to change."""
+        if self.chats:
+            why = f"none of the answers of {records:,} records is trained on"
+            return why, f"give answers a {', '.join(TRAINED_KEYS)} that is not 0"
+        return f"nothing is trained on in any of {records:,} records", "check data.source"
 
     def facts(self) -> dict[str, Any]:
         """What the records so far add to the header of the cache."""
@@ -248,7 +255,7 @@ def require_template(tokenizer: Tokenizer) -> ChatTemplate:
             f"tokenizer '{tokenizer.name}' has no chat template",
             where="data.tokenizer",
             why="the records are chats",
-            fix="put chat_template.jinja next to it, or give prompt and completion",
+            fix="put chat_template.jinja next to it, or give the prompt as a text in 'prompt' alone",
         )
     return tokenizer.chat
 
@@ -296,10 +303,10 @@ def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
             trained_tokens += int(trained.sum())
             endless += sum(part.endless for part in parts)
     if not documents:
-        why = f"nothing is trained on in any of {records:,} records" if records else "it has no records"
-        raise DataError(
-            "nothing to train on in the data source", where=source.name, why=why, fix="check data.source"
-        )
+        why, fix = "it has no records", "check data.source"
+        if records:
+            why, fix = encoder.nothing_trained(records)
+        raise DataError("nothing to train on in the data source", where=source.name, why=why, fix=fix)
     return Header(
         format=CACHE_FORMAT,
         source=source.name,

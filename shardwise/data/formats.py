@@ -16,11 +16,15 @@ one that differs ends the run with its position.
 The turns of a chat are parsed in `turns`. A record may list its `tools`; its `system` is the first turn. The template
 gets those further fields of the record that it reads as variables, and all in `chat_template_kwargs`. Alpaca's `system`
 and `history` (pairs of an instruction and its answer) are those of LLaMA-Factory.
+
+Preferences and prompts alone take questions as turns (`with_turns`): Alpaca's fields if the tokenizer has a chat
+template, `question` (Intel/orca_dpo_pairs), `input` alone, and a text of `prompt` next to `system` (both of argilla's
+versions of that data set).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.core.errors import DataError
@@ -36,6 +40,7 @@ from shardwise.data.turns import (
     tools_in,
     turns_of,
 )
+from shardwise.recipe.error_messages import nearest_name
 from shardwise.recipe.sections import DataSpec
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -49,6 +54,8 @@ PROMPT_FIELDS: Mapping[str, str] = {
     "prompt": "prompt", "messages": "messages", "sharegpt": "conversations", "alpaca": "instruction",
 }  # fmt: skip
 """The field with the prompt, where a completion is not needed."""
+QUESTION = "question"
+"""A user's turn of a preference; the name of Intel/orca_dpo_pairs."""
 LABELS = ("label", "kto_tag")
 """Fields that say whether a completion is desirable; the second is LLaMA-Factory's."""
 _CHAT = ("tools", "functions", "system", "chat_template_kwargs")
@@ -128,7 +135,8 @@ def format_of(spec: DataSpec, source: Source, kind: str = "causal") -> str:
             "no completions in the data source",
             where=spec.source,
             why="its records are plain text, and data.train_on is completion",
-            fix=f"give records of {', '.join(_NEEDED)}, or leave that key out",
+            fix=misspelt(sorted(source.fields()), needed_fields())
+            or f"give records of {', '.join(_NEEDED)}, or leave that key out",
         )
     unsplit = ("text", "alpaca", "preference", "unpaired")
     without = {"cut": (), "drop": ("text",), "split": unsplit}[spec.too_long]
@@ -183,12 +191,29 @@ def require_fields(record: Record, name: str) -> None:
     """Raises DataError if the record has not all fields that its format needs."""
     missing = [key for key in _NEEDED[name] if record.fields.get(key) is None]
     if missing:
+        fix = f"give every record {' and '.join(_NEEDED[name])}, or name its data.format"
         raise DataError(
             f"no '{missing[0]}'",
             where=record.where,
             why=f"data.format is {name}, and the record has {', '.join(record.fields) or 'nothing'}",
-            fix=f"give every record {' and '.join(_NEEDED[name])}, or name its data.format",
+            fix=misspelt(record.fields, missing) or fix,
         )
+
+
+def needed_fields(formats: Iterable[str] = _NEEDED) -> list[str]:
+    """The fields that records of some formats need, labels among them."""
+    names = [name for name in formats if name != "text"]
+    return [key for name in names for key in (LABELS if name == "unpaired" else _NEEDED[name])]
+
+
+def misspelt(present: Collection[str], needed: Iterable[str]) -> str:
+    """`did you mean 'chosen' by 'choosen'?`, of a field that resembles one that is needed and not there; else ""."""
+    known = {*KEYS["preference"], *KEYS["unpaired"], QUESTION}
+    missing = [key for key in needed if key not in present]
+    for key in present:
+        if key not in known and (near := nearest_name(key, missing)) is not None:
+            return f"did you mean '{near}' by '{key}'?"
+    return ""
 
 
 def alpaca_of(
@@ -201,20 +226,11 @@ def alpaca_of(
         empty: whether it may be empty.
     """
     system, extra = (text_in(fields.get(key) or "", key, where) for key in ("system", "input"))
-    history = parsed_json(fields.get("history") or [])  # of CSV: JSON text
-    pairs = history if isinstance(history, list) else [history]
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise DataError(
-            "'history' is not a list of pairs", where=where, fix="write [[instruction, answer], ...]"
-        )
     with_input = ", paired with an input that provides further context" if extra else ""
     opening = f"{system or _ALPACA.format(with_input=with_input)}\n\n"
     texts: list[tuple[str, str]] = []
-    for number, (asked, answer) in enumerate(pairs):
-        name = f"history[{number}]"
-        texts.append(
-            (f"### Instruction:\n{said(asked, name, where)}\n\n### Response:\n", said(answer, name, where))
-        )
+    for asked, answer in _history(fields, where):
+        texts.append((f"### Instruction:\n{asked}\n\n### Response:\n", answer))
     instruction = said(fields["instruction"], "instruction", where)
     question = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "")
     read = text_in if empty else said
@@ -223,6 +239,56 @@ def alpaca_of(
     return Completed(
         ((opening + first[0], first[1]), *((f"\n\n{prompt}", answer) for prompt, answer in later))
     )
+
+
+def _history(fields: Mapping[str, object], where: str) -> list[tuple[str, str]]:
+    """The instructions before, each with its answer."""
+    history = parsed_json(fields.get("history") or [])  # of CSV: JSON text
+    pairs = history if isinstance(history, list) else [history]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError(
+            "'history' is not a list of pairs", where=where, fix="write [[instruction, answer], ...]"
+        )
+    names = [f"history[{number}]" for number in range(len(pairs))]
+    return [
+        (said(asked, name, where), said(answer, name, where))
+        for name, (asked, answer) in zip(names, pairs, strict=True)
+    ]
+
+
+def with_turns(record: Record, template: bool) -> Record:
+    """A record whose prompt is asked in other fields, or next to a system turn: with messages in `prompt`.
+
+    An instruction or a question has its `input` on the next line, and `history` before it, as in LLaMA-Factory. Any
+    other record stays as it is. The system turn is added by `chat_of`.
+
+    Args:
+        template: whether the tokenizer has a chat template. Without one, instructions have Alpaca's wording.
+    """
+    fields, where = record.fields, record.where
+    prompt = fields.get("prompt")
+    if prompt is not None:
+        alone = fields.get("system") is None or not isinstance(prompt, str) or not prompt.strip()
+        return record if alone else _with_prompt(record, [("user", text_in(prompt, "prompt", where))], ())
+    names = [key for key in ("instruction", QUESTION) if fields.get(key) is not None][:1]
+    if names == ["instruction"] and not template:
+        return record
+    names += ["input"] if fields.get("input") is not None else []
+    if not names:
+        return record
+    question = "\n".join(text for name in names if (text := text_in(fields[name], name, where)).strip())
+    require_words(question, names[0], where)
+    before = [
+        turn for pair in _history(fields, where) for turn in zip(("user", "assistant"), pair, strict=True)
+    ]
+    return _with_prompt(record, [*before, ("user", question)], (*names, "history"))
+
+
+def _with_prompt(record: Record, turns: Iterable[tuple[str, str]], read: Collection[str]) -> Record:
+    """The record with messages in `prompt` and without the fields `read`."""
+    prompt = [{"role": role, "content": text} for role, text in turns]
+    others = {key: value for key, value in record.fields.items() if key not in read}
+    return Record({**others, "prompt": prompt}, record.where)
 
 
 # -- chats

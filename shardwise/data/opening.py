@@ -13,10 +13,11 @@ from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError
 from shardwise.data.completions import open_completions
 from shardwise.data.dataset import OpenedSource, Splits, TokenDataset
-from shardwise.data.formats import format_of
+from shardwise.data.formats import PROMPT_FIELDS, format_of, misspelt, needed_fields
 from shardwise.data.pairs import open_pairs
 from shardwise.data.preferences import open_preferences
 from shardwise.data.prompts import open_prompts
+from shardwise.data.source import Source
 from shardwise.data.sources import open_source
 from shardwise.data.streaming import open_stream
 from shardwise.data.text import open_text
@@ -48,9 +49,12 @@ _NEEDS: Mapping[str, str] = {
     "pairs": "pairs: chosen and rejected, perhaps prompt",
     "scored": "pairs: chosen and rejected, perhaps prompt",
     "unpaired": "completions with a label, or pairs",
-    "prompts": "prompts",
+    "prompts": "prompts: prompt, messages, conversations or instruction",
 }
 """What records must have for the kinds of samples of preferences and rollouts."""
+
+_IN_A_RECIPE = ("the recipe's objective", "objective")
+"""The objective and its key, as messages name them."""
 
 
 def tokenizer_of(spec: DataSpec) -> Tokenizer:
@@ -81,13 +85,41 @@ def open_splits(
     streamed = spec.stream_window is not None
     source = open_source(spec.source, spec.text_key, streamed)
     name = format_of(spec, source, kind)
+    opener = opener_of(spec, source, name, kind)
+    return opener(OpenedSource(spec, source, name, tokenizer, root, kind, verify, prompt_tokens))
+
+
+def opener_of(
+    spec: DataSpec, source: Source, name: str, kind: str, objective: tuple[str, str] = _IN_A_RECIPE
+) -> Opener:
+    """What makes the samples of a kind from records of the format `name`.
+
+    Args:
+        objective: the objective and its key, as messages name them.
+
+    Raises:
+        DataError: nothing does, or the records have no format.
+    """
+    streamed = spec.stream_window is not None
     opener = (STREAMED if streamed else OPENERS).get((kind, name))
+    fields = source.fields()
     if opener is None:
-        fields = source.fields()
         if not fields and not streamed:
             next(iter(source.records(())), None)  # raises the fault of the first record
-        raise _unsuitable(spec, name, kind, fields)
-    return opener(OpenedSource(spec, source, name, tokenizer, root, kind, verify, prompt_tokens))
+        raise _unsuitable(spec, name, kind, fields, objective)
+    no_format = fields and name == "text" and spec.format == "auto" and spec.text_key not in fields
+    if no_format and (meant := misspelt(sorted(fields), _needed(kind))):
+        what, why = f"no '{spec.text_key}'", f"its first record has {', '.join(sorted(fields))}"
+        fix = f"{meant} If not, set data.text_key to the field that holds the text"
+        raise DataError(what, where=spec.source, why=why, fix=fix)
+    return opener
+
+
+def _needed(kind: str) -> list[str]:
+    """The fields of the formats that have samples of a kind."""
+    if kind == "prompts":
+        return list(PROMPT_FIELDS.values())
+    return needed_fields(name for other, name in OPENERS if other == kind)
 
 
 def open_part(
@@ -97,7 +129,9 @@ def open_part(
     return open_splits(spec, tokenizer, root or default_root(), verify, recipe.samples, recipe.prompt_tokens)
 
 
-def _unsuitable(spec: DataSpec, name: str, kind: str, fields: Collection[str]) -> DataError:
+def _unsuitable(
+    spec: DataSpec, name: str, kind: str, fields: Collection[str], objective: tuple[str, str]
+) -> DataError:
     """The error for records of a format that a kind, or a stream, has no samples of."""
     why, fix = f"its records are of the format {name}", ""
     if spec.format == "auto" and spec.text_key not in fields and name == "text":
@@ -106,8 +140,10 @@ def _unsuitable(spec: DataSpec, name: str, kind: str, fields: Collection[str]) -
         what = "only plain text is streamed"
         fix = "remove data.stream_window, or write data.format: text"
     elif kind in _NEEDS:
-        what = f"the recipe's objective needs {_NEEDS[kind]}"
-        fix = "give such records, or leave objective out"
+        said, key = objective
+        what = f"{said} needs {_NEEDS[kind]}"
+        give = "name the prompt's field 'prompt'" if kind == "prompts" else "give such records"
+        fix = misspelt(sorted(fields), _needed(kind)) or f"{give}, or leave {key} out"
     elif name in ("preference", "unpaired"):
         what = f"the {kind} objective needs one text or completion per record"
         why, fix = "these are preferences", f"set objective: {'dpo' if name == 'preference' else 'kto'}"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shardwise.core.errors import DataError
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import json_hash
-from shardwise.data.completions import held_out_records
+from shardwise.data.completions import held_out_records, longer_sequences
 from shardwise.data.dataset import (
     NOT_COUNTED,
     Lengths,
@@ -116,9 +116,17 @@ def open_pairs(opened: OpenedSource) -> Splits[Pairs]:
     train, held_out = divide_pairs(cache, opened.tokenizer, spec)
     if not len(train):
         why = f"all {cache.header.documents:,} records are longer, and data.too_long is drop"
-        raise DataError(
-            "no record fits into a sequence", where=spec.source, why=why, fix="raise data.sequence_length"
-        )
+        firsts, ends = (cache.documents()[name].astype(np.int64) for name in ("first", "end"))
+        lengths: TokenIds = ends - np.concatenate([[0], ends[:-1]]) - firsts
+        fixes = [
+            longer_sequences(needed, key)
+            for needed, room, key in (
+                (firsts, spec.sequence_length, "data.sequence_length"),
+                (lengths, spec.decoder_length, "data.completion_length"),
+            )
+            if needed.max() > room
+        ]
+        raise DataError("no record fits into a sequence", where=spec.source, why=why, fix="; ".join(fixes))
 
     def sentences() -> list[str]:
         header = cache.header

@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.core.errors import DataError
 from shardwise.data.cache_header import PREFERENCE
 from shardwise.data.encoding import Encoded, Encoder
-from shardwise.data.formats import Chat
+from shardwise.data.formats import QUESTION, Chat
 from shardwise.data.preference_formats import Preference, is_empty, labelled_of, preference_of, shared_length
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import Tokenizer
@@ -32,17 +32,27 @@ class PairEncoder(Encoder):
     Attributes:
         equal: number of records so far that were left out because both are the same.
         margins: whether the records have a margin; None before the first one.
+        implicit: number of records so far whose prompt is the text that both completions begin with.
     """
 
     documents, row = 2, PREFERENCE
 
     def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
         super().__init__(spec, "preference", tokenizer)
-        self.equal = 0
+        self.keys |= {QUESTION}
+        self.equal = self.implicit = 0
         self.margins: bool | None = None
 
+    def nothing_trained(self, records: int) -> tuple[str, str]:
+        if self.equal == records:
+            return f"chosen and rejected are the same in all {records:,} records", "check these fields"
+        why = f"a completion of {records - self.equal:,} records has nothing that is trained on"
+        same = f", and chosen and rejected of {self.equal:,} are the same" if self.equal else ""
+        return why + same, super().nothing_trained(records)[1]
+
     def facts(self) -> dict[str, Any]:
-        return {"preferences": True, "equal": self.equal, "margins": bool(self.margins)}
+        facts = {"equal": self.equal, "margins": bool(self.margins), "implicit": self.implicit}
+        return {"preferences": True, **facts}
 
     def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
         pairs = [self._pair(record) for record in records]
@@ -58,7 +68,8 @@ class PairEncoder(Encoder):
                 yield []
 
     def _pair(self, record: Record) -> Preference:
-        pair = preference_of(record)
+        pair = preference_of(record, self.template is not None)
+        self.implicit += pair.implicit
         for example in (pair.chosen, pair.rejected):
             self._note(example, record, pair.read)
             self.empty += is_empty(example)
@@ -109,7 +120,7 @@ class LabelEncoder(Encoder):
         return {"preferences": True}
 
     def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
-        labelled = [labelled_of(record) for record in records]
+        labelled = [labelled_of(record, self.template is not None) for record in records]
         for record, one in zip(records, labelled, strict=True):
             self._note(one.example, record, one.read)
             self.empty += is_empty(one.example)

@@ -6,9 +6,12 @@ of turns, one turn, or the text of the assistant's one.
     prompt                          a text, of completions that are texts; else turns, or the text of a user's turn
     none                            chosen and rejected begin with it: their common turns, or their common text
     conversations, messages         turns, with a completion each (LLaMA-Factory)
-    instruction, perhaps input      Alpaca's wording, of completions that are texts (LLaMA-Factory)
+    instruction, perhaps input      a user's turn; without a chat template, Alpaca's wording (LLaMA-Factory)
+    question, or input              a user's turn (Intel/orca_dpo_pairs)
+    prompt and system               both turns, of completions that are texts, too
 
-The common text is cut back before its last blank, so that no word is divided. Completions may repeat the turns of
+The common text is cut back before its last blank, or behind its last mark, so that no word is divided. Texts that have
+none in common are refused: their prompt is likely in a field that is not read. Completions may repeat the turns of
 `prompt` (UltraFeedback). `margin` is a number that says by how much the chosen one is better.
 
 `unpaired` is a record of another format with `label`, or `kto_tag`: true if its last answer is desirable.
@@ -35,6 +38,7 @@ from shardwise.data.formats import (
     chat_of,
     example_of,
     require_fields,
+    with_turns,
 )
 from shardwise.data.readers import Record, json_kind
 from shardwise.data.turns import REASONING, Turn, parsed_json, text_in, turns_of
@@ -45,18 +49,26 @@ _DESIRABLE = {"true": True, "false": False, "1": True, "0": False, "1.0": True, 
 """Labels as texts; pandas writes a column with gaps as decimals."""
 _BLANK = re.compile(r"\s(?=\S*$)")
 """The last blank of a text."""
+_MARK = re.compile(r"\W(?=\w*$)")
+"""The last character of a text that is part of no word."""
 _LARGEST_MARGIN = 3.4e38
 """That of fp32, which margins are in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two completions of one prompt. `read` names the fields that a text reads."""
+    """Two completions of one prompt.
+
+    Attributes:
+        read: the fields that a text reads.
+        implicit: whether the prompt is the text that both begin with.
+    """
 
     chosen: Example
     rejected: Example
     margin: float | None
     read: frozenset[str]
+    implicit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +80,36 @@ class Labelled:
     read: frozenset[str]
 
 
-def preference_of(record: Record) -> Preference:
-    """Parse a record of the format `preference`. Raises DataError if it is none."""
+def preference_of(record: Record, template: bool) -> Preference:
+    """Parse a record of the format `preference`. Raises DataError if it is none.
+
+    Args:
+        template: whether the tokenizer has a chat template.
+    """
     require_fields(record, "preference")
+    if not _turns_before(record.fields) and all(_answers(record, key) for key in SIDES):
+        record = with_turns(record, template)
     fields, where = record.fields, record.where
     read = TEXT_KEYS["preference"]
     if all(isinstance(fields[key], str) for key in SIDES) and not _turns_before(fields):
-        if fields.get("instruction") is not None:
+        implicit = fields.get("prompt") is None and fields.get("instruction") is None
+        if not implicit and fields.get("prompt") is None:
             read |= TEXT_KEYS["alpaca"] - {"output"}
             chosen, rejected = (
                 replace(alpaca_of(fields, where, key, empty=True), only_last=True) for key in SIDES
             )
         else:
             chosen, rejected = _texts(fields, where)
-        return Preference(chosen, rejected, _margin(fields, where), read)
+        return Preference(chosen, rejected, _margin(fields, where), read, implicit)
     return Preference(*_chats(record), _margin(fields, where), read)
 
 
-def labelled_of(record: Record) -> Labelled:
-    """Parse a record of the format `unpaired`. Raises DataError if it is none."""
+def labelled_of(record: Record, template: bool) -> Labelled:
+    """Parse a record of the format `unpaired`. Raises DataError if it is none.
+
+    Args:
+        template: whether the tokenizer has a chat template.
+    """
     fields, where = record.fields, record.where
     key = next((key for key in LABELS if fields.get(key) is not None), None)
     if key is None:
@@ -99,6 +122,13 @@ def labelled_of(record: Record) -> Labelled:
         raise DataError(what, where=where, why=why, fix="write true or false")
     bare = Record({name: value for name, value in fields.items() if name not in LABELS}, where)
     name = next((name for name, field in PROMPT_FIELDS.items() if fields.get(field) is not None), "prompt")
+    output = {"alpaca": "output", "prompt": "completion"}.get(name)
+    if output and isinstance(answer := fields.get(output), str):
+        asked = with_turns(bare, template)
+        if asked is not bare:
+            said = [{"role": "assistant", "content": text_in(answer, output, where)}]
+            others = {key: value for key, value in asked.fields.items() if key != output}
+            bare, name = Record({**others, "completion": said}, where), "prompt"
     example = example_of(bare, name, empty=True)
     if isinstance(example, Completed):
         return Labelled(replace(example, only_last=True), label, TEXT_KEYS[name] | set(LABELS))
@@ -136,18 +166,31 @@ def _texts(fields: Mapping[str, object], where: str) -> tuple[Completed, Complet
     chosen, rejected = (text_in(fields[key], key, where) for key in SIDES)
     if fields.get("prompt") is None:
         at = _border(chosen, rejected)
+        if not at and chosen != rejected:
+            fix = "name the prompt's field 'prompt', or begin both with it; an empty 'prompt' says that there is none"
+            raise _no_prompt(fields, where, "the texts begin differently", fix)
         prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
     else:
         prompt = text_in(fields["prompt"], "prompt", where)
     return Completed(((prompt, chosen),)), Completed(((prompt, rejected),))
 
 
+def _no_prompt(fields: Mapping[str, object], where: str, why: str, fix: str) -> DataError:
+    other = [key for key in fields if key not in SIDES]
+    reason = f"there is no 'prompt', and {why}" + (
+        f"; the record also has {', '.join(other)}" if other else ""
+    )
+    return DataError("chosen and rejected have no prompt in common", where=where, why=reason, fix=fix)
+
+
 def _border(chosen: str, rejected: str) -> int:
     """Length of the prompt that two texts begin with. It leaves both a completion with a word."""
     shortest = min(len(text.rstrip()) for text in (chosen, rejected))
     common = chosen[: max(0, min(shared_length(chosen, rejected), shortest - 1))]
-    blank = _BLANK.search(common)
-    return blank.start() if blank else len(common)
+    if blank := _BLANK.search(common):
+        return blank.start()
+    mark = _MARK.search(common)  # of languages without blanks
+    return mark.end() if mark else 0
 
 
 # -- conversations
@@ -185,18 +228,19 @@ def _chats(record: Record) -> tuple[Chat, Chat]:
                     fix="correct it, or leave 'prompt' out",
                 )
     if not prompt:
-        raise DataError(
-            "chosen and rejected have no prompt in common",
-            where=where,
-            why="there is no 'prompt', and their first turns differ",
-            fix="begin both with the same turns, or give 'prompt'",
-        )
+        fix = "begin both with the same turns, or give 'prompt'"
+        raise _no_prompt(fields, where, "their first turns differ", fix)
     before = [replace(turn, trained=False) for turn in prompt]
     chosen, rejected = (
         chat_of(record, "preference", (*before, *(side[len(prompt) :] if repeated else side)), key)
         for key, side in zip(SIDES, sides, strict=True)
     )
     return chosen, rejected
+
+
+def _answers(record: Record, key: str) -> bool:
+    """Whether a completion begins with the answer."""
+    return _answer(record.fields, key, record.where)[0].role == "assistant"
 
 
 def _answer(fields: Mapping[str, object], key: str, where: str) -> tuple[Turn, ...]:

@@ -31,7 +31,7 @@ from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import Header, json_hash
 from shardwise.data.cached_documents import CachedDocuments
-from shardwise.data.completions import MOSTLY_PADDING, held_out_records
+from shardwise.data.completions import MOSTLY_PADDING, held_out_records, no_room
 from shardwise.data.dataset import (
     Document,
     OpenedSource,
@@ -137,13 +137,8 @@ def open_preferences(opened: OpenedSource) -> Splits[Preferences]:
     scored = opened.kind == "scored"
     train, held_out, left_out = divide_preferences(cache, encoder, spec, scored)
     if not len(train):
-        raise DataError(
-            "no pair within a sequence",
-            where=spec.source,
-            why=f"none of {cache.header.documents // 2:,} pairs has trained tokens in both documents among those"
-            f" that fit into {spec.sequence_length:,}",
-            fix="raise data.sequence_length",
-        )
+        whole = inputs_of_documents(cache, 2) + (1 if scored else 0)
+        raise no_room(spec, "pair", len(whole), whole.sum(1) if spec.packing else whole.max(1))
     parts = [
         cache.header.digest,
         spec.sequence_length,
@@ -177,6 +172,13 @@ def rows_of_records(
     for other in rows["hash"].T[1:]:  # rotated, so that the order counts
         hashes = (hashes << np.uint64(1) | hashes >> np.uint64(63)) ^ other
     return rows, starts, hashes
+
+
+def inputs_of_documents(cache: TokenCache, documents: int) -> TokenIds:
+    """Number of inputs of each document of a cache, whole, [records, documents]."""
+    rows, starts, _ = rows_of_records(cache, documents)
+    lengths: TokenIds = rows["end"].astype(np.int64) - starts - 1
+    return lengths
 
 
 def divide_preferences(
@@ -282,6 +284,8 @@ def left_out_sentences(header: Header, cut: int, left_out: LeftOut, what: str) -
         yield f"{header.equal:,} {what} dropped: chosen and rejected are the same"
     if untrained := header.untrained - header.equal:
         yield f"{untrained:,} {what} dropped: a completion has nothing that is trained on"
+    if header.implicit:
+        yield f"{header.implicit:,} pairs have no 'prompt': theirs is the text that chosen and rejected begin with"
     if header.empty_documents:
         yield f"{header.empty_documents:,} completions are empty: their end alone is trained on"
     if header.endless:

@@ -1,8 +1,9 @@
 """Prompts alone, for objectives that complete them during training.
 
 A record has `prompt`, a text or turns; or it is a chat, whose last answer is cut off; or Alpaca's instruction. Turns
-are rendered with the opening of an answer (`add_generation_prompt`), as the command `chat` does. A text stays as it is,
-behind the tokenizer's `begin`. The fields of a record go to the functions that score completions.
+are rendered with the opening of an answer (`add_generation_prompt`), as the command `chat` does; so are instructions,
+and a text with `system`, as those of preferences are (`formats.with_turns`). A text stays as it is, behind the
+tokenizer's `begin`. The fields of a record go to the functions that score completions.
 
 Prompts are tokenized by every process, in the order of the source, and stay in memory. One that leaves no room for its
 completion in a sequence is left out and counted.
@@ -20,10 +21,10 @@ import xxhash
 
 from shardwise.core.errors import DataError
 from shardwise.data.cache_header import json_hash
-from shardwise.data.completions import held_out_records
+from shardwise.data.completions import held_out_records, longer_sequences
 from shardwise.data.dataset import Lengths, MaskedTokens, OpenedSource, Sample, Splits, TokenDataset, TokenIds
 from shardwise.data.encoding import require_template
-from shardwise.data.formats import KEYS, PROMPT_FIELDS, alpaca_of, chat_of
+from shardwise.data.formats import KEYS, PROMPT_FIELDS, alpaca_of, chat_of, misspelt, with_turns
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn, said, turns_of
@@ -96,16 +97,18 @@ def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
     reader = _Reader(spec, opened.format, opened.tokenizer)
     tokens: list[list[int]] = []
     records: list[Mapping[str, object]] = []
-    count = 0
+    lengths: list[int] = []
     for record in opened.source.records(sorted(KEYS[opened.format] | opened.source.fields())):
         prompt = reader.tokens(record)
-        count += 1
+        lengths.append(len(prompt))
         if len(prompt) <= longest:
             tokens.append(prompt)
             records.append(record.fields)
+    count = len(lengths)
     if not tokens:
         why = f"all {count:,} have more than {longest:,} tokens" if count else "it has no records"
-        fix = "raise data.sequence_length" if count else "check data.source"
+        needed = np.array(lengths, np.int64) + spec.sequence_length - longest
+        fix = longer_sequences(needed) if count else "check data.source"
         raise DataError("no prompt within a sequence", where=name, why=why, fix=fix)
     hashes = np.array(
         [xxhash.xxh3_64_intdigest(np.array(prompt, "<u8").tobytes()) for prompt in tokens], np.uint64
@@ -146,22 +149,28 @@ class _Reader:
 
     def tokens(self, record: Record) -> list[int]:
         """Raises DataError if the record has no prompt of this format."""
-        field = PROMPT_FIELDS[self._name]
-        value = record.fields.get(field)
-        if value is None:
-            why = f"data.format is {self._name}, and the record has {', '.join(record.fields) or 'nothing'}"
-            raise DataError(f"no '{field}'", where=record.where, why=why, fix=f"give every record {field}")
-        if self._name == "prompt" and not isinstance(value, list):
+        name, field = self._name, PROMPT_FIELDS[self._name]
+        if record.fields.get(field) is None:
+            why = f"data.format is {name}, and the record has {', '.join(record.fields) or 'nothing'}"
+            fix = misspelt(record.fields, [field]) or f"give every record {field}"
+            raise DataError(f"no '{field}'", where=record.where, why=why, fix=fix)
+        if name == "alpaca":
+            record = Record({**record.fields, "prompt": None}, record.where)
+        if name in ("prompt", "alpaca"):
+            record = with_turns(record, self._tokenizer.chat is not None)
+        if (value := record.fields.get("prompt")) is not None and name == "alpaca":
+            name = field = "prompt"
+        if name == "prompt" and not isinstance(value, list):
             return self._begun(said(value, field, record.where))
-        if self._name == "alpaca":
+        if name == "alpaca":
             return self._begun(alpaca_of({**record.fields, "output": "-"}, record.where).prompt)
         self.chats = True
-        keys = ("from", "value") if self._name == "sharegpt" else ("role", "content")
+        keys = ("from", "value") if name == "sharegpt" else ("role", "content")
         turns = turns_of(record.fields, field, keys, record.where)
         if turns[-1].role == "assistant":
             turns = turns[:-1]
         # An answer must be able to follow.
-        chat = chat_of(record, self._name, (*turns, Turn("assistant", "-")), field)
+        chat = chat_of(record, name, (*turns, Turn("assistant", "-")), field)
         asked = chat.turns[:-1]
         if not asked:
             why, fix = "it has the assistant's turn alone", "begin with the user's"

@@ -26,7 +26,8 @@ _ROLES = {
 }  # fmt: skip
 """Names of roles, those of ShareGPT and LLaMA-Factory among them. A function_call is an assistant's turn."""
 
-_TRAINED_KEYS = ("weight", "train", "loss")
+TRAINED_KEYS = ("weight", "train", "loss")
+"""Keys of a turn that say whether it is trained on."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn's reasoning, in the order of preference of transformers."""
@@ -97,7 +98,7 @@ def _turn(item: object, keys: tuple[str, str], path: str, where: str, empty: boo
     content = _content_of_turn(item.get(text_key), f"{path}.{text_key}", where, calls)
     if role == "function_call":
         role, calls, content = "assistant", _calls(parsed_json(content), f"{path}.{text_key}", where), ""
-    read = (role_key, text_key, "tool_calls", "function_call", *_TRAINED_KEYS)
+    read = (role_key, text_key, "tool_calls", "function_call", *TRAINED_KEYS)
     more = {key: value for key, value in item.items() if key not in read and value is not None}
     for key, value in more.items():
         _check_texts(value, f"{path}.{key}", where)
@@ -113,7 +114,7 @@ def _turn(item: object, keys: tuple[str, str], path: str, where: str, empty: boo
 
 def _trained_key(item: Mapping[str, object], path: str, where: str) -> tuple[str | None, bool]:
     """The key of a turn that says whether it is trained on, and what it says."""
-    for key in _TRAINED_KEYS:
+    for key in TRAINED_KEYS:
         value = item.get(key)
         if value is None:
             continue

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.errors import DataError
 from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache
 from shardwise.data.cache_header import json_hash
 from shardwise.data.cached_documents import CachedDocuments
-from shardwise.data.completions import MOSTLY_PADDING, held_out_records
+from shardwise.data.completions import MOSTLY_PADDING, held_out_records, no_room
 from shardwise.data.dataset import (
     Document,
     OpenedSource,
@@ -42,6 +41,7 @@ from shardwise.data.packing import best_fit
 from shardwise.data.preference_encoding import LabelEncoder, PairEncoder
 from shardwise.data.preferences import (
     LeftOut,
+    inputs_of_documents,
     left_out_sentences,
     opening_sentence,
     require_completions,
@@ -129,13 +129,8 @@ def open_unpaired(opened: OpenedSource) -> Splits[Unpaired]:
     cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
     train, held_out, left_out = divide_unpaired(cache, encoder, spec)
     if not len(train):
-        raise DataError(
-            "no completion within a sequence",
-            where=spec.source,
-            why=f"none of {cache.header.documents:,} records has a trained token among its first"
-            f" {spec.sequence_length + 1:,}",
-            fix="raise data.sequence_length",
-        )
+        whole = inputs_of_documents(cache, encoder.documents)
+        raise no_room(spec, "completion", whole.size, whole.max(1))
     parts = [
         cache.header.digest,
         spec.sequence_length,
@@ -196,6 +191,9 @@ def _sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: Dat
         f" {'packed' if spec.packing else 'one record each'}: {format_percent(filled, 1)} filled",
         f"{desirable:,} records are desirable, {count - desirable:,} are not",
     ]
+    if len(kinds := set(train.desirable.tolist())) == 1:
+        kind, other = ("desirable", "less") if kinds == {1} else ("undesirable", "more")
+        said.append(f"all records of this source are {kind}: nothing in it is made {other} likely")
     if not spec.packing and filled < MOSTLY_PADDING:
         said.append(
             f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"

@@ -39,6 +39,7 @@ SYSTEM = {"role": "system", "content": "Short."}
 USER, MORE = {"role": "user", "content": "Which answer?"}, {"role": "user", "content": "Sure?"}
 FIRST = {"role": "assistant", "content": "Hm."}
 GOOD, BAD = {"role": "assistant", "content": "This one."}, {"role": "assistant", "content": "That one is."}
+ANSWERS = {"chosen": GOOD["content"], "rejected": BAD["content"]}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 THEIRS = {"user": "human", "assistant": "gpt", "system": "system"}
@@ -99,6 +100,16 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], Turns]] = {
         [USER],
     ),
     "OpenAI": ({"messages": [USER], "chosen": GOOD, "rejected": BAD}, [USER]),
+    "Intel/orca_dpo_pairs": ({"system": "Short.", "question": USER["content"], **ANSWERS}, [SYSTEM, USER]),
+    "argilla/distilabel-intel-orca-dpo-pairs": ({"system": "", "input": USER["content"], **ANSWERS}, [USER]),
+    "a system turn next to a text": ({"system": "Short.", "prompt": USER["content"], **ANSWERS}, [SYSTEM, USER]),
+    "LLaMA-Factory": (
+        {
+            "instruction": "Which", "input": "answer?", "system": "Short.", **ANSWERS,
+            "history": [[MORE["content"], FIRST["content"]]],
+        },
+        [SYSTEM, MORE, FIRST, {"role": "user", "content": "Which\nanswer?"}],
+    ),
 }  # fmt: skip
 
 
@@ -156,7 +167,8 @@ TEXTS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: yep"}, "Q: a\nA:", " yes", " yep"),
     ({"chosen": "is it", "rejected": "is it so"}, "is", " it", " it so"),
     ({"chosen": "多少？四", "rejected": "多少？五"}, "多少？", "四", "五"),
-    ({"chosen": "a", "rejected": "b"}, "", "a", "b"),
+    ({"prompt": "", "chosen": "a", "rejected": "b"}, "", "a", "b"),
+    ({"chosen": "(say)yes", "rejected": "(say)you"}, "(say)", "yes", "you"),
 ]
 
 
@@ -170,19 +182,29 @@ def test_texts_are_tokenized_as_a_whole_and_end_once(
         assert trained == list(range(len(prompt.encode()), len(tokens)))
 
 
-def test_alpacas_wording_with_a_history_that_is_not_trained_on() -> None:
+def without_template(path: Path) -> str:
+    folder = folder_of(path, templates.CHATML)
+    (Path(folder) / "chat_template.jinja").unlink()
+    return folder
+
+
+def test_without_a_template_instructions_have_alpacas_wording(tmp_path: Path) -> None:
+    """The history is not trained on. A question has no wording of its own."""
+    folder = without_template(tmp_path / "t")
+    tokenizer = open_tokenizer(folder)
     record = {
         "instruction": "Add.", "input": "2 2", "chosen": "4", "rejected": "5", "system": "S.",
         "history": [["Hi", "Yes"]],
     }  # fmt: skip
-    text = (
-        "S.\n\n### Instruction:\nHi\n\n### Response:\nYes\0\n\n"
-        "### Instruction:\nAdd.\n\n### Input:\n2 2\n\n### Response:\n"
-    )
-    [documents] = encoded("bytes", record)
-    for (tokens, trained), completion in zip(documents, (b"4\0", b"5\0"), strict=True):
-        assert bytes(tokens) == text.encode() + completion
+    before = tokenizer.encode("S.\n\n### Instruction:\nHi\n\n### Response:\nYes")
+    text = "\n\n### Instruction:\nAdd.\n\n### Input:\n2 2\n\n### Response:\n"
+    [documents] = encoded(folder, record)
+    for (tokens, trained), completion in zip(documents, "45", strict=True):
+        end = [tokenizer.separator]
+        assert tokens == before + end + tokenizer.encode(text + completion) + end
         assert trained == [len(tokens) - 2, len(tokens) - 1]
+    with pytest.raises(DataError, match=r"no chat template.*as a text in 'prompt'"):
+        encoded(folder, {"question": "2 2", "chosen": "4", "rejected": "5"})
 
 
 def test_the_token_that_begins_a_document_comes_before_the_prompt(tmp_path: Path) -> None:
@@ -439,6 +461,38 @@ def test_pairs_too_long_are_cut_dropped_and_counted(tmp_path: Path, opened_kind:
         opened_kind(source, sequence_length=1, packing=True)
 
 
+def test_nothing_to_train_on_says_why_and_what_would_do(tmp_path: Path, opened_kind: Kinds) -> None:
+    same = jsonl(tmp_path / "a.jsonl", *({**PAIR, "prompt": str(n), "rejected": "b"} for n in range(3)))
+    with pytest.raises(DataError, match="chosen and rejected are the same in all 3 records"):
+        opened_kind(same)
+    unweighted = {**CHAT, "messages": [USER, {**GOOD, "weight": 0}]}
+    with pytest.raises(
+        DataError, match="none of the answers of 1 records is trained on; give answers a weight"
+    ):
+        opened_kind(jsonl(tmp_path / "b.jsonl", unweighted), kind="causal")
+    # A document of n characters has n inputs: the next one is predicted after each, at last the end.
+    pairs = [{"prompt": "a" * n, "chosen": "b", "rejected": "cc"} for n in (30, 10, 20, 90)]
+    labelled = [{"prompt": "a" * n, "completion": "b", "label": n > 20} for n in (30, 10, 20, 90)]
+    prompts = [{"prompt": "a" * n} for n in (30, 10, 20, 90)]
+    for records, kind, more, needed in (
+        (pairs, "pairs", {}, (12, 22, 92)),
+        (pairs, "pairs", {"packing": True}, (23, 43, 183)),
+        (pairs, "scored", {}, (13, 23, 93)),
+        (labelled, "unpaired", {}, (11, 21, 91)),
+        (labelled, "causal", {"format": "prompt"}, (11, 21, 91)),
+        (labelled, "seq2seq", {"format": "prompt"}, (11, 21, 91)),
+        (prompts, "prompts", {}, (11, 21, 91)),
+    ):
+        source = jsonl(tmp_path / "c.jsonl", *records)
+        dropping = {} if kind == "prompts" else {"too_long": "drop"}
+        said = "the shortest record needs {}, the median {}, the longest {}$".format(*needed)
+        with pytest.raises(DataError, match=said):
+            opened_kind(source, kind=kind, sequence_length=needed[0] - 1, held_out=0.0, **dropping, **more)
+        assert len(
+            opened_kind(source, kind=kind, sequence_length=needed[0], held_out=0.0, **dropping, **more).train
+        )
+
+
 def test_a_pair_without_a_trained_turn_is_left_out(tmp_path: Path, opened_kind: Kinds) -> None:
     pair = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
     records = [pair, {**pair, "chosen": [{**GOOD, "weight": 0}]}]
@@ -506,6 +560,14 @@ COMPLETION = {"prompt": "a", "completion": "b"}
         (CHAT, "unpaired", "needs completions with a label"),
         ({"text": "a"}, "prompts", "needs prompts.*of the format text"),
         (
+            {"question": "a", "answer": "b"},
+            "prompts",
+            "needs prompts.*has answer, question; name the prompt's field",
+        ),
+        ({**COMPLETION, "labl": True}, "unpaired", "did you mean 'label' by 'labl'"),
+        ({"prompt": "a", "choosen": "b", "rejected": "c"}, "pairs", "did you mean 'chosen' by 'choosen'"),
+        ({"prompt": "a", "completoin": "b"}, "causal", "did you mean 'completion' by 'completoin'"),
+        (
             {"prompt": "a", "label": True},
             "unpaired",
             "needs completions with a label.*record has label, prompt",
@@ -531,6 +593,9 @@ def test_a_causal_run_still_reads_the_messages_of_ultrafeedback(tmp_path: Path, 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b"}, "no 'rejected'"),
+    ({"prompt": "a", "choosen": "b", "rejected": "c"}, "did you mean 'chosen' by 'choosen'?"),
+    ({"query": "q", "chosen": "a", "rejected": "b"}, "no prompt in common"),
+    ({"query": "q", **ANSWERS}, "the record also has query; name the prompt's field 'prompt'"),
     ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is not text"),
     ({"prompt": "a", "chosen": 3, "rejected": "b"}, "'chosen' is neither text nor turns"),
     ({"chosen": [USER, GOOD], "rejected": [MORE, BAD]}, "chosen and rejected have no prompt in common"),
@@ -584,9 +649,9 @@ def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_objective: Kinds) -> None:
 
 
 def test_fields_that_nothing_reads_are_listed(tmp_path: Path, opened_kind: Kinds) -> None:
-    source = jsonl(tmp_path / "a.jsonl", {**PAIR, "system": "S.", "note": "n", "margin": 1.0})
+    source = jsonl(tmp_path / "a.jsonl", {**PAIR, "question": "Q", "note": "n", "margin": 1.0})
     said = opened_kind(source, held_out=0.0).sentences()
-    assert "not read: note, system" in said and "not read by this objective: margin" in said
+    assert "not read: note, question" in said and "not read by this objective: margin" in said
     assert "margin" not in " ".join(opened_kind(source, kind="scored", held_out=0.0).sentences())
 
 

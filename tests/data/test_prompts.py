@@ -13,7 +13,17 @@ from shardwise.data.tokenizer import open_tokenizer
 from tests.data import chat_templates as templates
 from tests.data.test_chat import CALLS, OUTPUT, folder_of
 from tests.data.test_completions import jsonl
-from tests.data.test_preferences import FIRST, GOOD, MORE, USER, Kinds, rendered, sharegpt
+from tests.data.test_preferences import (
+    FIRST,
+    GOOD,
+    MORE,
+    SYSTEM,
+    USER,
+    Kinds,
+    rendered,
+    sharegpt,
+    without_template,
+)
 
 
 @pytest.fixture
@@ -29,6 +39,8 @@ def prompts(opened_kind: Kinds) -> Kinds:
         ({"prompt": [USER], "completion": [GOOD]}, [USER]),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [FIRST]}, [USER]),
         ({"messages": [USER, GOOD]}, [USER]),
+        ({"instruction": "Which", "input": "one?"}, [{"role": "user", "content": "Which\none?"}]),
+        ({"prompt": USER["content"], "system": "Short."}, [SYSTEM, USER]),
         ({"messages": [USER, FIRST, MORE, GOOD]}, [USER, FIRST, MORE]),
         ({"messages": [USER]}, [USER]),
         (
@@ -60,7 +72,8 @@ def test_texts_stay_as_they_are(tmp_path: Path, prompts: Kinds) -> None:
     train = prompts(jsonl(tmp_path / "a.jsonl", {"prompt": "2+2=", "answer": "4"}), held_out=0.0).train
     assert train.sample(0) == {"prompt": list(b"2+2="), "fields": {"prompt": "2+2=", "answer": "4"}}
     assert train.text(0) == "2+2=" and train.filled(0) == 4 and not train.chats
-    alpaca = prompts(jsonl(tmp_path / "b.jsonl", {"instruction": "Add.", "input": "2 2"}), held_out=0.0).train
+    source = jsonl(tmp_path / "b.jsonl", {"instruction": "Add.", "input": "2 2"})
+    alpaca = prompts(source, tokenizer=without_template(tmp_path / "t"), held_out=0.0).train
     assert alpaca.text(0).endswith("### Instruction:\nAdd.\n\n### Input:\n2 2\n\n### Response:\n")
 
 

@@ -21,7 +21,18 @@ from shardwise.recipe.sections import DataSpec
 from tests.data import chat_templates as templates
 from tests.data.test_chat import folder_of
 from tests.data.test_completions import jsonl
-from tests.data.test_preferences import BAD, FIRST, GOOD, MORE, USER, Kinds, rendered, sharegpt
+from tests.data.test_preferences import (
+    BAD,
+    FIRST,
+    GOOD,
+    MORE,
+    SYSTEM,
+    USER,
+    Kinds,
+    rendered,
+    sharegpt,
+    without_template,
+)
 
 
 @pytest.fixture
@@ -46,6 +57,22 @@ FORMS: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] =
     ({"messages": [USER, FIRST, MORE, GOOD], "label": "True"}, [USER, FIRST, MORE], [GOOD]),
     ({"messages": [USER, FIRST, MORE, GOOD], "label": 1.0}, [USER, FIRST, MORE], [GOOD]),
     ({"conversations": sharegpt(USER, FIRST, MORE, GOOD), "kto_tag": True}, [USER, FIRST, MORE], [GOOD]),
+    (
+        {
+            "instruction": "Which",
+            "input": "answer?",
+            "output": GOOD["content"],
+            "history": [["Sure?", "Hm."]],
+            "kto_tag": 1,
+        },
+        [MORE, FIRST, {"role": "user", "content": "Which\nanswer?"}],
+        [GOOD],
+    ),
+    (  # argilla/distilabel-intel-orca-kto
+        {"system": "Short.", "prompt": USER["content"], "completion": GOOD["content"], "label": True},
+        [SYSTEM, USER],
+        [GOOD],
+    ),
 ]
 
 
@@ -68,9 +95,9 @@ def test_conversations_have_the_tokens_of_transformers_rendering(
     [
         ({"prompt": "a=", "completion": "b", "label": False}, "b", 0),
         ({"prompt": "a=", "completion": "", "label": False}, "", 0),
-        ({"instruction": "Add.", "output": "4", "kto_tag": "true"}, "4", 1),
+        ({"instruction": "Add.", "output": "4", "kto_tag": "true"}, " 4", 1),
         ({"instruction": "Add.", "output": "", "kto_tag": False}, "", 0),
-        ({"instruction": "Add.", "output": "4", "history": [["Hi", "Yes"]], "label": 0}, "4", 0),
+        ({"instruction": "Add.", "output": "4", "history": [["Hi", "Yes"]], "label": 0}, " 4", 0),
     ],
 )
 def test_texts(record: dict[str, Any], text: str, value: float) -> None:
@@ -78,6 +105,16 @@ def test_texts(record: dict[str, Any], text: str, value: float) -> None:
     [[one]] = encoder.encode_all([Record(record, "here")])
     trained = [t for t, on in zip(one.tokens, one.trained, strict=True) if on]
     assert bytes(trained) == text.encode() + b"\0" and one.value == value and not encoder.unread
+
+
+def test_without_a_template_instructions_have_alpacas_wording(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(without_template(tmp_path / "t"))
+    [[one]] = LabelEncoder(DataSpec(), tokenizer).encode_all(
+        [Record({"instruction": "Add.", "output": "4", "history": [["Hi", "Yes"]], "kto_tag": True}, "here")]
+    )
+    trained = [t for t, on in zip(one.tokens, one.trained, strict=True) if on]
+    assert trained == [*tokenizer.encode("4"), tokenizer.separator]
+    assert one.tokens[:4] == tokenizer.encode("Below is an instruction")[:4]
 
 
 def rows_of(sample: dict[str, Any], prefix: str, packed: bool) -> list[tuple[bytes, bytes]]:
@@ -153,6 +190,17 @@ def test_batches_have_the_shapes_of_the_contract(
     assert batch["counted"].sum(1).tolist() == batch["present"].sum(1).tolist()
     assert batch["present"][-1].sum() == batch["counted"][-1].sum() == batch["desirable"][-1].sum() == 0
     assert set(batch["labels"][-1].tolist()) == set(batch["kl_labels"][-1].tolist()) == {-100}
+
+
+def test_records_that_are_all_desirable_or_all_not_are_said(tmp_path: Path, unpaired: Kinds) -> None:
+    for label, said in (
+        (True, "are desirable: nothing in it is made less"),
+        (False, "undesirable: nothing in it is made more"),
+    ):
+        records = ({"prompt": str(n), "completion": "b", "label": label} for n in range(9))
+        sentences = unpaired(jsonl(tmp_path / "a.jsonl", *records)).sentences()
+        assert sum(said in sentence for sentence in sentences) == 1
+    assert not any("nothing in it" in said for said in unpaired(many(tmp_path / "b.jsonl")).sentences())
 
 
 @pytest.mark.parametrize("packing", [False, True])

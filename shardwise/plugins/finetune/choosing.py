@@ -26,7 +26,7 @@ from shardwise.core.progress import Progress, silent
 from shardwise.core.units import GiB, format_bytes
 from shardwise.data.dataset import Lengths, TokenDataset
 from shardwise.data.formats import format_of
-from shardwise.data.opening import open_splits, tokenizer_of
+from shardwise.data.opening import open_splits, opener_of, tokenizer_of
 from shardwise.data.sources import open_source
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.hardware.cluster import Cluster
@@ -139,9 +139,12 @@ def shape_of(model: str, source: str, context: int | None, kind: str = "causal")
     limit = _context_limit(context)
     spec = DataSpec(source=source, tokenizer=model, sequence_length=limit)
     tokenizer = tokenizer_of(spec)
-    name = format_of(spec, open_source(source, spec.text_key), kind)
+    opened = open_source(source, spec.text_key)
+    name = format_of(spec, opened, kind)
     if kind == "causal" and name in PROPOSED:
         raise _preferences_without_objective(source, name)
+    if kind in SAMPLES.values():
+        opener_of(spec, opened, name, kind, ("this --objective", "--objective"))
     if name == "text":
         return _shape_of_text(spec, tokenizer, kind)
     train = open_splits(spec, tokenizer, default_root(), kind=kind).train

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from shardwise.cli.main import run
-from shardwise.core.errors import RecipeError, ResourceError
+from shardwise.core.errors import DataError, RecipeError, ResourceError
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.plugins.finetune import choosing as finetuning
@@ -88,6 +88,17 @@ def test_sequences_follow_from_the_records(letters: int, length: int, packing: b
     assert asked.batch_size % 3 == 0  # every device has a sequence
     recipe = parse_recipe(asked.recipe("lora"), SETTINGS)
     assert recipe.data.sequence_length == length
+
+
+def test_records_that_do_not_suit_the_objective_are_refused_by_its_option(tmp_path: Path) -> None:
+    base, data = write_base(tmp_path / "base"), write_chats(tmp_path / "chats.jsonl")
+    with pytest.raises(DataError) as caught:
+        draft(str(base), str(data), 1.0, Hardware(), preference="dpo")
+    assert caught.value.what.startswith("this --objective needs pairs: chosen and rejected")
+    assert caught.value.fix == "give such records, or leave --objective out"
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "choosen": "b", "rejected": "c"}')
+    with pytest.raises(DataError, match="did you mean 'chosen' by 'choosen'"):
+        draft(str(base), str(tmp_path / "pairs.jsonl"), 1.0, Hardware(), preference="dpo")
 
 
 def test_text_is_cut_into_sequences(tmp_path: Path) -> None:
