@@ -69,7 +69,7 @@ def opened(*names: str, weights: tuple[float, ...] | None = None) -> Rewards:
 
 def test_several_rewards_are_summed_with_their_weights() -> None:
     rewards = opened("length", "right", weights=(0.5, 2))
-    assert rewards.names == ["length", "right"]
+    assert rewards.measures == ["reward", "reward/length", "reward/right"]
     table = rewards.of(given(["a", "b"], ["xyz", "y"], answer=["xyz", "z"]))
     assert table.tolist() == [[0.5 * 3 + 2, 3, 1], [0.5, 1, 0]]
 
@@ -161,7 +161,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(pool: Pool, tmp_pa
     theirs = open_tokenizer(str(tmp_path / "tokenizer"))
     pool.run(1, leave_reward_model, tmp_path / "model", str(tmp_path / "tokenizer"))
     rewards = rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path / "model")))
-    assert rewards.names == ["model"]
+    assert rewards.measures == ["reward", "reward/model"]
     ended = given(["The sum of 2 and 2 is "], ["4\0"])
     document = [*theirs.encode("The sum of 2 and 2 is 4"), theirs.separator]
     begin = [] if theirs.begin is None else [theirs.begin]
