@@ -30,7 +30,7 @@ from shardwise.engine.sampling import Prompts, Sampler
 from shardwise.model.blueprint import Batch, ForwardOnly
 from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import Completion, generate
-from shardwise.plugins.rollouts.rewards import Rewards
+from shardwise.plugins.rollouts.rewards import RewardInput, Rewards
 from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
 from shardwise.runtime.parallel.vocabulary import IGNORED
