@@ -30,7 +30,7 @@ from shardwise.recipe.objective import ObjectiveSpec
 
 
 @dataclass(frozen=True)
-class Completions:
+class RewardInput:
     """n completions of prompts, as tokens without padding; a completion has the token that ended it."""
 
     prompts: Sequence[Sequence[int]]
@@ -46,7 +46,7 @@ class Completions:
         return [cuts.decode(prompt) for prompt in self.prompts], [cuts.decode(own) for own in known]
 
 
-Reward = Callable[[Completions], Sequence[float]]
+Reward = Callable[[RewardInput], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class NamedReward:
     function: Reward
     key: str = "rewards"
 
-    def of(self, given: Completions) -> list[float]:
+    def of(self, given: RewardInput) -> list[float]:
         """One number per completion. Raises RecipeError if the function fails, or returns anything but numbers."""
         where = f"objective.{self.key}: {self.name}"
         try:
@@ -94,7 +94,7 @@ class Rewards:
         names = (str(without_folder(reward.name)).rpartition(":")[2] for reward in self.rewards)
         return ["reward", *(f"reward/{name}" for name in names)]
 
-    def of(self, given: Completions) -> Tensor:
+    def of(self, given: RewardInput) -> Tensor:
         """fp64 [n, 1 + rewards]: the weighted sum, and every reward before its weight."""
         columns = [reward.of(given) for reward in self.rewards]
         each = torch.tensor(columns, dtype=torch.float64).T
@@ -114,7 +114,7 @@ def rewards_of(spec: ObjectiveSpec) -> Rewards:
 
 def _of_function(name: str) -> Reward:
     function = resolve(name, "objective.rewards")
-    why = "" if callable(function) else f"it is a {type(function).__name__}"
+    why = "" if callable(function) else f"its type is {type(function).__name__}"
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         why = "it is async, and nothing awaits it; call asyncio.run in a plain function"
     if why:
@@ -143,7 +143,7 @@ def _of_model(folder: str) -> Reward:
     return lambda given: model()(_documents(given, model().tokenizer, folder)).tolist()
 
 
-def _documents(given: Completions, own: Tokenizer | None, folder: str) -> list[list[int]]:
+def _documents(given: RewardInput, own: Tokenizer | None, folder: str) -> list[list[int]]:
     """Prompts with their completions in tokens of a reward model, as those that it was trained on."""
     theirs, where = given.tokenizer, f"objective.reward_model: {folder}"
     if own is None:

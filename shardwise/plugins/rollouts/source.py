@@ -30,7 +30,7 @@ from shardwise.engine.sampling import Prompts, Sampler
 from shardwise.model.blueprint import Batch, ForwardOnly
 from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import Completion, generate
-from shardwise.plugins.rollouts.rewards import Completions, Rewards
+from shardwise.plugins.rollouts.rewards import RewardInput, Rewards
 from shardwise.plugins.serve.sampling import uniforms
 from shardwise.runtime.offload.host import to_device
 from shardwise.runtime.parallel.vocabulary import IGNORED
@@ -218,7 +218,7 @@ class Rollouts:
         names = dict.fromkeys(name for prompt in prompts for name in prompt["fields"] if name != "prompt")
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
         given, tokens = [prompt["prompt"] for prompt in prompts], [own.tokens for own in done[: len(prompts)]]
-        return self.rewards.of(Completions(given, tokens, fields, self.prompts.tokenizer))
+        return self.rewards.of(RewardInput(given, tokens, fields, self.prompts.tokenizer))
 
     def _shared(self, own: Tensor, rows: Sequence[int] | Tensor, size: int) -> Tensor:
         """The table of all ``size`` rows, in host memory, from every rank's ``rows`` of it."""

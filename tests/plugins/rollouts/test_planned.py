@@ -41,18 +41,19 @@ def recipe_of_run(
     name: str,
     world: int,
     rows: int = ROWS,
+    completion: int = COMPLETION,
     values: dict[str, Any] | None = None,
     **objective: Any,
 ) -> Recipe:
     return rollout_recipe(
         source,
         name,
-        {"completion_length": COMPLETION, **objective},
+        {"completion_length": completion, **objective},
         model=MODEL,
         data={
             "source": str(source),
             "format": "prompt",
-            "sequence_length": PROMPT + COMPLETION,
+            "sequence_length": PROMPT + completion,
             "held_out": 0,
         },
         batch_size=rows,
@@ -111,10 +112,11 @@ def test_predicted_memory_is_that_of_real_steps(
 
 def test_the_peak_of_generation_has_the_whole_cache(source: Path) -> None:
     """Keys and values of all rows of a rank, and no longer than for the rollout."""
-    small, large = (planned(recipe_of_run(source, "grpo", 1, rows), {}) for rows in (ROWS // 2, ROWS))
-    cache = ROWS // 2 * 2 * 4 * WIDTH * (PROMPT + COMPLETION) * 4
+    long = 58
+    small, large = (planned(recipe_of_run(source, "grpo", 1, rows, long), {}) for rows in (ROWS // 2, ROWS))
+    cache = ROWS // 2 * 2 * 4 * WIDTH * (PROMPT + long) * 4
     grown = large.peaks["rollout"].bytes - small.peaks["rollout"].bytes
-    assert grown == pytest.approx(cache, rel=0.35)  # and the activations of one token, and logits
+    assert grown == pytest.approx(cache, rel=0.15)  # and the activations of one token, and logits
     assert grown >= cache
     assert large.peaks["backward"].bytes - small.peaks["backward"].bytes < ROWS // 2 * 1024 * 4
 
@@ -125,6 +127,6 @@ def test_generation_costs_one_pass_per_token(source: Path) -> None:
     rollout = [kernel for kernel in run.cost.kernels if kernel.phase == "rollout" and kernel.flops]
     logits = [kernel for kernel in rollout if kernel.flops == 2 * ROWS * WIDTH * VOCAB]
     assert sum(kernel.calls for kernel in logits) == COMPLETION
-    ppo = planned(recipe_of_run(source, "ppo", 1, beta=0.0, epochs=4), {})
+    ppo = planned(recipe_of_run(source, "ppo", 1, beta=0.0, epochs=4), {"micro_batch_size": 8})
     logits = [k for k in ppo.cost.kernels if k.phase == "rollout" and k.flops == 2 * ROWS * WIDTH * VOCAB]
     assert sum(kernel.calls for kernel in logits) == COMPLETION / 4  # a rollout is for four steps

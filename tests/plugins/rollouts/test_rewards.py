@@ -17,7 +17,7 @@ from shardwise.engine.train_state import TrainState
 from shardwise.model.open import blueprint_of
 from shardwise.model.scalar_head import values
 from shardwise.plugins.preferences.scoring import load_reward_model
-from shardwise.plugins.rollouts.rewards import Completions, Rewards, rewards_of
+from shardwise.plugins.rollouts.rewards import RewardInput, Rewards, rewards_of
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.objective import ObjectiveSpec
 from shardwise.technique import SETTINGS, strategy_from
@@ -57,9 +57,9 @@ def one(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[fl
     return [1.0]
 
 
-def given(prompts: list[str], completions: list[str], **fields: Any) -> Completions:
+def given(prompts: list[str], completions: list[str], **fields: Any) -> RewardInput:
     prompted, completed = ([list(text.encode()) for text in texts] for texts in (prompts, completions))
-    return Completions(prompted, completed, fields, ByteTokenizer())
+    return RewardInput(prompted, completed, fields, ByteTokenizer())
 
 
 def opened(*names: str, weights: tuple[float, ...] | None = None) -> Rewards:
@@ -69,7 +69,7 @@ def opened(*names: str, weights: tuple[float, ...] | None = None) -> Rewards:
 
 def test_several_rewards_are_summed_with_their_weights() -> None:
     rewards = opened("length", "right", weights=(0.5, 2))
-    assert rewards.names == ["length", "right"]
+    assert rewards.measures == ["reward", "reward/length", "reward/right"]
     table = rewards.of(given(["a", "b"], ["xyz", "y"], answer=["xyz", "z"]))
     assert table.tolist() == [[0.5 * 3 + 2, 3, 1], [0.5, 1, 0]]
 
@@ -99,7 +99,7 @@ def test_a_fault_of_a_function_is_one_line_that_names_it(name: str, message: str
 
 NOT_FUNCTIONS = [
     (f"{HERE}:missing", r"cannot be imported \(objective.rewards: "),
-    (f"{HERE}:HERE", "must be a function .*: it is a str"),
+    (f"{HERE}:HERE", "must be a function .*: its type is str"),
     (f"{HERE}:later", "must be a function .*: it is async, and nothing awaits it; call asyncio.run"),
     ("my_rewards.py:digits", r"my_rewards.py:digits\): .*; leave out .py: my_rewards:digits"),
 ]
@@ -161,7 +161,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(pool: Pool, tmp_pa
     theirs = open_tokenizer(str(tmp_path / "tokenizer"))
     pool.run(1, leave_reward_model, tmp_path / "model", str(tmp_path / "tokenizer"))
     rewards = rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path / "model")))
-    assert rewards.names == ["model"]
+    assert rewards.measures == ["reward", "reward/model"]
     ended = given(["The sum of 2 and 2 is "], ["4\0"])
     document = [*theirs.encode("The sum of 2 and 2 is 4"), theirs.separator]
     begin = [] if theirs.begin is None else [theirs.begin]
