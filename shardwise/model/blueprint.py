@@ -148,12 +148,6 @@ class OwnLoss(TrainingObjective):
         return blueprint.loss(model, batch)
 
 
-def with_auxiliary(loss: LossSum, auxiliary: Tensor | None) -> LossSum:
-    """A micro-batch's loss with the auxiliary loss of its pass, a mean, which counts by the targets."""
-    total, count = loss
-    return loss if auxiliary is None else (total + count * auxiliary.to(total.dtype), count)
-
-
 def loss_of(
     objective: TrainingObjective,
     blueprint: Blueprint,

@@ -23,7 +23,6 @@ from shardwise.model.blueprint import (
     LossSum,
     SampleShapes,
     token_shapes,
-    with_auxiliary,
 )
 from shardwise.model.decoder import Decoder
 from shardwise.model.files.folder_layout import HFFolder
@@ -35,7 +34,7 @@ from shardwise.model.stage import Stage, renumbered
 from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import ModelSpec
-from shardwise.runtime.language_loss import language_loss
+from shardwise.runtime.language_loss import language_loss, with_auxiliary
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters, share, shared_names
 from shardwise.runtime.parallel.tensor import Split, TensorPlan
 

@@ -76,3 +76,9 @@ def tempered(output: nn.Linear | None, temperature: float) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def with_auxiliary(loss: tuple[Tensor, Tensor], auxiliary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A micro-batch's loss with the auxiliary loss of its pass, a mean, which counts by the targets."""
+    total, count = loss
+    return loss if auxiliary is None else (total + count * auxiliary.to(total.dtype), count)

@@ -36,7 +36,6 @@ from shardwise.model.blueprint import (
     LossSum,
     SampleShapes,
     token_shapes,
-    with_auxiliary,
 )
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
@@ -53,7 +52,7 @@ from shardwise.model.lora import linear_layers
 from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage
 from shardwise.runtime.documents import additive, same_document
-from shardwise.runtime.language_loss import language_loss
+from shardwise.runtime.language_loss import language_loss, with_auxiliary
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.parallel.tensor import TensorPlan
 from shardwise.runtime.quantization.as_parameter import StoredPacking

@@ -18,9 +18,9 @@ from shardwise.model.blueprint import (
     LossSum,
     SampleShapes,
     TrainingObjective,
-    with_auxiliary,
 )
 from shardwise.recipe.sections import DataSpec
+from shardwise.runtime.language_loss import with_auxiliary
 from shardwise.runtime.measures import note
 from shardwise.runtime.parallel.document_sums import document_sums, sequence_ranks
 

@@ -87,7 +87,7 @@ def kl_divergence(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def truncated_ratio(policy: Tensor, sampled: Tensor) -> Tensor:
-    """Per token: its probability by the policy over that by what sampled it, at most ``RATIO_CAP``; no gradient.
+    """Per token: its probability by the policy over that by its sampler, at most ``RATIO_CAP``; no gradient.
 
     Truncated importance sampling (Ionides 2008, "Truncated Importance Sampling").
     """

@@ -35,7 +35,7 @@ _ALWAYS: dict[str, Any] = {
     "n": 1, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True,
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
-"""vLLM takes what is not given from the model's generation_config.json."""
+"""vLLM takes other values from the model's generation_config.json."""
 
 
 @dataclass(frozen=True)

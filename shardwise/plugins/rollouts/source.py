@@ -136,7 +136,7 @@ class Rollouts:
 
     @property
     def validation_sets(self) -> list[str]:
-        """Sets of held-out prompts; none for an endpoint, whose rewards do not tell what is learned."""
+        """Sets of held-out prompts; none for an endpoint, whose weights do not follow training."""
         return self.prompts.validation_sets if self.endpoint is None else []
 
     def validation(self, name: str = "") -> list[Batch]:
