@@ -105,7 +105,7 @@ def opener_of(
     fields = source.fields()
     if opener is None:
         if not fields and not streamed:
-            next(iter(source.records(())), None)  # raises the fault of the first record
+            next(source.pieces(), None)  # raises the fault of malformed data
         raise _unsuitable(spec, name, kind, fields, objective)
     no_format = fields and name == "text" and spec.format == "auto" and spec.text_key not in fields
     if no_format and (meant := misspelt(sorted(fields), _needed(kind))):
@@ -135,7 +135,7 @@ def _unsuitable(
     """The error for records of a format that a kind, or a stream, has no samples of."""
     why, fix = f"its records are of the format {name}", ""
     if spec.format == "auto" and spec.text_key not in fields and name == "text":
-        why = f"its first record has {', '.join(sorted(fields))}" if fields else "it has no records"
+        why = f"its first record has {', '.join(sorted(fields))}" if fields else "it has no records with fields"
     if spec.stream_window is not None:
         what = "only plain text is streamed"
         fix = "remove data.stream_window, or write data.format: text"
