@@ -135,7 +135,7 @@ def test_tasks_of_a_folder_by_name(
 @pytest.mark.parametrize("words", [[], ["stdlib", "--tasks", "x"]])
 def test_data_or_tasks(words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["eval", str(tmp_path), *words]) == 2
-    assert "give either data or tasks" in capfd.readouterr().err
+    assert "give one of data, preferences and tasks" in capfd.readouterr().err
 
 
 def test_a_missing_harness_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
