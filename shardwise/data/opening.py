@@ -135,7 +135,9 @@ def _unsuitable(
     """The error for records of a format that a kind, or a stream, has no samples of."""
     why, fix = f"its records are of the format {name}", ""
     if spec.format == "auto" and spec.text_key not in fields and name == "text":
-        why = f"its first record has {', '.join(sorted(fields))}" if fields else "it has no records with fields"
+        why = (
+            f"its first record has {', '.join(sorted(fields))}" if fields else "it has no records with fields"
+        )
     if spec.stream_window is not None:
         what = "only plain text is streamed"
         fix = "remove data.stream_window, or write data.format: text"
