@@ -72,10 +72,11 @@ def open_completions(opened: OpenedSource) -> Splits[Completions]:
 
 
 def no_room(spec: DataSpec, what: str, count: int, needed: npt.NDArray[np.int64]) -> DataError:
-    """The error for `count` records or pairs of which none fits into a sequence.
+    """The error where no record, or no pair, has a trained token within a sequence.
 
     Args:
         what: a completion, or a pair.
+        count: number of records or pairs.
         needed: sequence length that each record needs, [records].
     """
     records = "pairs" if what == "pair" else "records"

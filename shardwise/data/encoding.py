@@ -126,7 +126,11 @@ class Encoder:
         return encoded.tokens, encoded.trained
 
     def nothing_trained(self, records: int) -> tuple[str, str]:
-        """Why none of the records so far, of which there are `records`, trains anything; and what to change."""
+        """The reason that no record has a trained token, and the fix.
+
+        Args:
+            records: number of records so far.
+        """
         if self.chats:
             why = f"none of the answers of {records:,} records is trained on"
             return why, f"give answers a {', '.join(TRAINED_KEYS)} that is not 0"

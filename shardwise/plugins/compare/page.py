@@ -61,7 +61,7 @@ def render_comparison(runs: Mapping[str, RunRecord]) -> str:
 
 def _mixed(units: Iterable[Units]) -> Units:
     """The units of runs that do not all have the same."""
-    samples = any(each.read == "samples" for each in units)
+    samples = any(run.read == "samples" for run in units)
     return Units("samples" if samples else "tokens", "targets")
 
 

@@ -160,10 +160,3 @@ def _documents(given: RewardInput, own: Tokenizer | None, folder: str) -> list[l
     ends = [[own.separator] if tokens[-1:] and tokens[-1] in theirs.ends else [] for tokens in given.tokens]
     texts = zip(*given.texts, ends, strict=True)
     return [[*begin, *own.encode(prompt + completion), *end] for prompt, completion, end in texts]
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except (TypeError, ValueError, OverflowError):
-        return False

@@ -217,8 +217,9 @@ class Rollouts:
         """The rewards of the first completions, to these prompts."""
         names = dict.fromkeys(name for prompt in prompts for name in prompt["fields"] if name != "prompt")
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
-        given, tokens = [prompt["prompt"] for prompt in prompts], [own.tokens for own in done[: len(prompts)]]
-        return self.rewards.of(RewardInput(given, tokens, fields, self.prompts.tokenizer))
+        prompt_ids = [prompt["prompt"] for prompt in prompts]
+        completion_ids = [completion.tokens for completion in done[: len(prompts)]]
+        return self.rewards.of(RewardInput(prompt_ids, completion_ids, fields, self.prompts.tokenizer))
 
     def _shared(self, own: Tensor, rows: Sequence[int] | Tensor, size: int) -> Tensor:
         """The table of all ``size`` rows, in host memory, from every rank's ``rows`` of it."""

@@ -109,16 +109,16 @@ def preference_measures(
     scoring = _scoring_of(model, recipe, options)
     data = _pairs(recipe, source, scoring)
     device = next(scoring.model.parameters()).device
-    found = Measures(scoring.objective.measures, device)
+    collected = Measures(scoring.objective.measures, device)
     count = min(len(data), options.sequences or len(data))
     done = 0
-    with collecting(found):
+    with collecting(collected):
         for rows, batch in _batches(data, count, options.batch):
             batch = scoring.objective.rows({name: tensor.to(device) for name, tensor in batch.items()})
             batch = {**batch, **scoring.reference(batch)}
             scoring.objective.loss(scoring.blueprint, scoring.model, batch)
             progress(done := done + rows, count)
-    sums = zip(scoring.objective.measures, found.sums.tolist(), strict=True)
+    sums = zip(scoring.objective.measures, collected.sums.tolist(), strict=True)
     return PreferenceMeasures(
         {name: total / items for name, (total, items) in sums if items},
         "log-probability" if scoring.spec == _LOG_PROBABILITY else scoring.spec.name or "",
@@ -162,9 +162,9 @@ def _scoring_of(folder: Path, recipe: Recipe | None, options: EvaluationOptions)
     length = options.sequence_length or (recipe.data.sequence_length if recipe else length)
     chosen = chosen_adapter(opened, options)
     served.bank.select([chosen])
-    spec, given = _spec_of(recipe, chosen, options), recipe or _recipe_of_folder(folder)
-    given = given.model_copy(update={"objective": spec})
-    objective = _objective(given)
+    spec = _spec_of(recipe, chosen, options)
+    scored = (recipe or _recipe_of_folder(folder)).model_copy(update={"objective": spec})
+    objective = _objective(scored)
     if not spec.reads_reference:
         return _Scoring(opened.blueprint, opened.model, opened.tokenizer, length, objective, spec)
     objective = objective.with_reference("precomputed")
@@ -179,7 +179,7 @@ def _scoring_of(folder: Path, recipe: Recipe | None, options: EvaluationOptions)
         reference: Callable[[Batch], Batch] = without_adapter
         name = "the model without its adapter"
     else:
-        reference = _first_model(given, objective, opened.dtype, options.device)
+        reference = _first_model(scored, objective, opened.dtype, options.device)
         name = "the model before training"
     return _Scoring(
         opened.blueprint, opened.model, opened.tokenizer, length, objective, spec, reference, name
@@ -200,9 +200,9 @@ def _spec_of(recipe: Recipe | None, chosen: str, options: EvaluationOptions) -> 
 def _objective(recipe: Recipe) -> TrainingObjective:
     spec = recipe.objective
     assert spec is not None and spec.name is not None
-    made = require_plugin(OBJECTIVES[spec.name], _WHERE).objective(recipe)
-    assert isinstance(made, TrainingObjective)
-    return made
+    objective = require_plugin(OBJECTIVES[spec.name], _WHERE).objective(recipe)
+    assert isinstance(objective, TrainingObjective)
+    return objective
 
 
 def _recipe_of_folder(folder: Path) -> Recipe:
@@ -259,6 +259,6 @@ def _reward_model(folder: Path, recipe: Recipe | None, options: EvaluationOption
         fix = "name one: --tokenizer bytes, or a folder"
         raise RecipeError("the model's folder has no tokenizer", where=str(folder), fix=fix)
     spec = (recipe.objective if recipe else None) or ObjectiveSpec(name="reward")
-    given = (recipe or _recipe_of_folder(folder)).model_copy(update={"objective": spec})
+    scored = (recipe or _recipe_of_folder(folder)).model_copy(update={"objective": spec})
     length = options.sequence_length or own
-    return _Scoring(opened.blueprint, opened.model, tokenizer, length, _objective(given), spec)
+    return _Scoring(opened.blueprint, opened.model, tokenizer, length, _objective(scored), spec)
