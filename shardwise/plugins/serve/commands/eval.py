@@ -123,15 +123,15 @@ def _print_preferences(model: Path, data: str, options: EvaluationOptions, as_js
     with working(f"reading {model}") as progress:
         from shardwise.plugins.serve.preference_measures import preference_measures
 
-        found = preference_measures(
+        result = preference_measures(
             model, data, options, lambda done, whole: progress(f"{done:,} of {whole:,} pairs")
         )
     if as_json:
-        typer.echo(json.dumps(vars(found)))
+        typer.echo(json.dumps(vars(result)))
         return
-    for name, value in found.measures.items():
+    for name, value in result.measures.items():
         typer.echo(f"{measure_label(name)} {value:.4f}")
-    against = f", against {found.reference}" if found.reference else ""
-    notes = [f"{found.cut:,} cut to {found.sequence_length:,} tokens"] if found.cut else []
-    notes += [f"{found.left_out:,} left out: nothing tells their answers apart"] if found.left_out else []
-    typer.echo("; ".join([f"of {found.pairs:,} pairs scored by {found.objective}{against}", *notes]))
+    against = f", against {result.reference}" if result.reference else ""
+    notes = [f"{result.cut:,} cut to {result.sequence_length:,} tokens"] if result.cut else []
+    notes += [f"{result.left_out:,} left out: nothing tells their answers apart"] if result.left_out else []
+    typer.echo("; ".join([f"of {result.pairs:,} pairs scored by {result.objective}{against}", *notes]))
