@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import annotated
 import pytest
@@ -16,8 +17,8 @@ ROWS = list(lines(annotated.ROWS))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['file']} {row['loss']}")
-def test_a_row_is_a_recipe_with_the_models_published_size(row: Mapping[str, str]) -> None:
-    recipe = annotated.recipe_for(row)
+def test_a_row_is_a_recipe_with_the_models_published_size(row: Mapping[str, str], tmp_path: Path) -> None:
+    recipe = annotated.recipe_for(row, str(tmp_path))
     cluster = cluster_of(recipe.cluster)
     refuse_broken(recipe, cluster.world_size, str)
     refuse_unsupported(recipe.strategy, cluster.device, str)
