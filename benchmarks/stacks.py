@@ -23,7 +23,7 @@ class Practice:
         settings: of the dry run, in place of the run's own.
         whole: share of blocks that are recomputed whole, where it is not the settings'.
         repeats: whether selective recomputation repeats every second product.
-        attention: seconds of its attention kernels over those of FlashAttention-2.
+        attention: its kernels: flash (FlashAttention-2), cudnn, or triton.
         casts: how it casts to 8 bits: every time, as here; weights once a step and the rest within other kernels
             (fused); or weights before FSDP2 gathers them, and activations before tensor parallelism does (gathered).
         own_stages: whether it cuts the model into stages by its own rule (nanotron.py).
@@ -35,7 +35,7 @@ class Practice:
     settings: Mapping[str, object] = field(default_factory=dict)
     whole: float | None = None
     repeats: bool = False
-    attention: float = 1.0
+    attention: str = "flash"
     casts: str = "every time"
     own_stages: bool = False
     loss: str = ""
@@ -60,9 +60,6 @@ OF_WEIGHT = " of a weight"
 TRITON_ATTENTION = 1.8
 """FlashAttention-2 is 1.3 to 2.5 times as fast as FlashAttention in Triton (arXiv:2307.08691, section 4.1): their
 geometric mean."""
-
-CUDNN_ATTENTION = 370 / 600
-"""TFLOP/s of FlashAttention-2 over cuDNN's: 8,192 tokens, heads of 128, on H100 (arXiv:2407.08608, figure 5)."""
 
 RECOMPUTED_BLOCKS: Mapping[tuple[str, str], float] = {
     ("Llama2 13B", "A100-80GB"): 0.39,
@@ -96,7 +93,7 @@ def practice_of(run: Published) -> Practice:
     if run.stack == "composer":
         # Its sweeps of 2023 ran `attn_impl: triton` (scripts/train/benchmarking/submit_benchmarks.py, b2a43a147);
         # those on 128 and more H100 installed flash-attn 2 (5e85bd62d).
-        return Practice(settings, attention=1.0 if "Large Scale" in run.notes else TRITON_ATTENTION)
+        return Practice(settings, attention="flash" if "Large Scale" in run.notes else "triton")
     if run.stack == "fms-fsdp":
         return Practice(
             settings | {"activation_checkpointing": "none"},
@@ -124,7 +121,7 @@ def _torchtitan(run: Published, settings: dict[str, object]) -> Practice:
         settings[NORM_IN_PARTS] = True
     if run.tensor > 1 and run.source.endswith(GATHERED_HEADS):
         settings[ALL_HEADS] = True
-    attention = CUDNN_ATTENTION if run.source.endswith(CUDNN) else 1.0
+    attention = "cudnn" if run.source.endswith(CUDNN) else "flash"
     loss = "fp32 in chunks" if "chunked CE" in run.notes else "fp32"
     since_august = run.source.startswith("torchao") and run.device.startswith("MI300X")
     fused = since_august or run.source.endswith(COMPILED_LOSS)
@@ -137,7 +134,7 @@ def _megatron(run: Published) -> Practice:
     if run.device.startswith(("H100", "GB")):
         # Transformer Engine: cuDNN's attention, weights that are cast for the first micro-batch (is_first_microbatch),
         # and other casts within the kernels before (LayerNormLinear, LayerNormMLP).
-        return Practice(attention=CUDNN_ATTENTION, casts="fused")
+        return Practice(attention="cudnn", casts="fused")
     return Practice()
 
 
@@ -185,8 +182,13 @@ def _narrow(collective: Collective, how: str) -> Collective:
     return replace(collective, bytes=collective.bytes // 2) if narrow else collective
 
 
-def _attending(kernel: Kernel, times: float) -> Kernel:
-    return replace(kernel, flops=round(kernel.flops * times)) if "attention" in kernel.operation else kernel
+def _attending(kernel: Kernel, backend: str) -> Kernel:
+    """An attention kernel of the run's software, in the place of that of the device's profile."""
+    if "attention" not in kernel.operation:
+        return kernel
+    others = ("_cudnn_", "_flash_") if backend != "cudnn" else ("_flash_", "_cudnn_")
+    slower = TRITON_ATTENTION if backend == "triton" else 1.0
+    return replace(kernel, operation=kernel.operation.replace(*others), flops=round(kernel.flops * slower))
 
 
 def _repeated(kernels: tuple[Kernel, ...], blocks: int) -> list[Kernel]:

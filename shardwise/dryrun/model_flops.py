@@ -21,6 +21,9 @@ from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.flops import FlopCounter
 from shardwise.runtime.torch_private import FakeTensorMode, cast_floats
 
+_ATTENTION = ("flash", "efficient")
+"""Every fused backend counts the same FLOPs."""
+
 
 @functools.lru_cache(maxsize=16)
 def model_flops(blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: str, device_kind: str) -> int:
@@ -53,7 +56,7 @@ def _counted_flops(
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]), fake, counter, TARGET_KERNELS[device_kind].kernels(1):
+    with torch.random.fork_rng(devices=[]), fake, counter, TARGET_KERNELS[device_kind].kernels(1, _ATTENTION):
         blueprints = {model: blueprint, **{frozen[role]: other for role, other in others.items()}}
         for module, owner in blueprints.items():
             module.to_empty(device="cpu")

@@ -140,7 +140,8 @@ def dry_run(
     known = None if TARGET_KERNELS[cluster.device.kind].is_host else shared_dry_runs()
     if known is None:
         return _run(recipe, blueprint, strategy, cluster, asked)
-    key = strategy, cluster.world_size, cluster.devices_per_node, cluster.device.kind, asked
+    device = cluster.device.kind, cluster.device.attention
+    key = strategy, cluster.world_size, cluster.devices_per_node, *device, asked
     if key not in known:
         known[key] = _run(recipe, blueprint, strategy, cluster, asked)
     on_device = *key, _workspaces(cluster)
@@ -180,7 +181,7 @@ def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clus
         elements, even = weights_in(site.view.model), _is_even(site)
         modules, fake = RunningModule(site.view.model), StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
-        kernels = target.kernels(cluster.devices_per_node)
+        kernels = target.kernels(cluster.devices_per_node, cluster.device.attention)
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), kernels, modules:
             step = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
         trace = _trace(tracker, step.start, cluster) if history and target.caches else None

@@ -26,19 +26,23 @@ from shardwise.dryrun.ctc import CTC
 from shardwise.dryrun.onednn import KERNELS, with_workspaces
 from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
+from shardwise.runtime.attention.backend import MATH, Order, call_of, usable_backends
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
-from shardwise.runtime.parallel.attention_kernels import WIDEST_HEAD, kernels_as
+from shardwise.runtime.parallel.attention_kernels import kernels_as
 from shardwise.runtime.parallel.ring import DECOMPOSITIONS
 from shardwise.runtime.torch_private import (
     DispatchMode,
-    efficient_attention,
     eigenvectors_of,
-    flash_attention,
     foreach_by_default,
-    math_attention,
     scoped_kernels,
     tree_iter,
+)
+from shardwise.runtime.torch_private_attention import (
+    cudnn_attention,
+    efficient_attention,
+    flash_attention,
+    math_attention,
 )
 from shardwise.runtime.torch_private_onednn import onednn_compiles
 
@@ -49,14 +53,14 @@ class TargetKernels:
 
     Attributes:
         kernels: returns a context, entered after the tracker, that substitutes the target's kernels for the CPU's;
-            from the number of processes that share a machine.
+            from the number of processes that share a machine, and the device's order of attention backends.
         workspace: bytes that the backend allocates during a collective, from (kind, payload bytes).
         kept: bytes that a library keeps for every distinct call of a kernel, from its name, arguments and result.
         is_host: whether device memory is host memory, which also holds snapshots.
         caches: whether the allocator keeps freed memory in segments (dryrun/allocator.py).
     """
 
-    kernels: Callable[[int], AbstractContextManager[Any]]
+    kernels: Callable[[int, Order], AbstractContextManager[Any]]
     workspace: Callable[[str, int], int]
     kept: Callable[[str, Any, Any], int]
     is_host: bool = False
@@ -165,10 +169,10 @@ torch.library.register_fake("shardwise::rms_norm_backward", _rms_norm_backward, 
 
 
 @contextmanager
-def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
+def cuda_kernels(processes: int, attention: Order, device_type: str = "cuda") -> Iterator[None]:
     """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout; ROCm's have the same names."""
     kernels: dict[str, Callable[..., Any]] = {
-        "scaled_dot_product_attention": _cuda_attention,
+        "scaled_dot_product_attention": partial(_cuda_attention, attention),
         "rms_norm": _fused_rms_norm,
         "dropout": _fused_dropout,
     }
@@ -177,7 +181,7 @@ def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
 
 
 @contextmanager
-def mps_kernels(processes: int) -> Iterator[None]:
+def mps_kernels(processes: int, attention: Order) -> Iterator[None]:
     """Make the dispatcher call MPS's kernels: attention in parts, for which autograd saves the scores."""
     with _substituted({"scaled_dot_product_attention": _attention_in_parts}, "mps", EMULATED):
         yield
@@ -227,6 +231,7 @@ def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _cuda_attention(
+    order: Order,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -236,13 +241,15 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention in 16 bits without a mask, else the memory-efficient kernel, in torch's order of preference.
-
-    Flash attention takes one head width for queries, keys and values, of at most 256. Latent attention has two.
-    """
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None and query.shape[-1] == value.shape[-1] <= WIDEST_HEAD:
+    """The kernel of the first backend that takes the call, as in a run. But for ``order``, the arguments of SDPA."""
+    name = usable_backends(call_of(query, key, value, attn_mask, dropout_p, is_causal), order)[0]
+    if name == "cudnn":
+        return cudnn_attention(query, key, value, None, True, dropout_p, is_causal, False, scale=scale)[0]
+    if name.startswith("flash"):
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if name == MATH:
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call converts and saves it
@@ -286,7 +293,7 @@ class _Parts(DispatchMode):
         return (made_of or func)(*args, **(kwargs or {}))
 
 
-def _cpu_kernels(processes: int) -> _Parts:
+def _cpu_kernels(processes: int, attention: Order) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
     return _Parts({**DECOMPOSITIONS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
 

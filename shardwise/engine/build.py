@@ -27,9 +27,11 @@ from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optimizer_step import AfterBackward, WithinBackward
 from shardwise.engine.pipeline import passes_of
 from shardwise.engine.run import LiveModel, Run
+from shardwise.hardware.cluster import cluster_of
 from shardwise.model.blueprint import Blueprint
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.attention.steering import prefer_backends
 from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
 from shardwise.runtime.parallel.expert_load import experts_by_name
 from shardwise.runtime.parallel.shard_slices import canonical_name, share, shared_names
@@ -155,6 +157,9 @@ def allocate(model: nn.Module, device: torch.device, on_host: bool) -> None:
 
 def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torch.device) -> Run:
     """A run that is ready for its first step. Needs an initialised default process group."""
+    profile = cluster_of(recipe.cluster).device
+    if profile.traits.torch_type == device.type:  # the recipe of a warm-up names no device
+        prefer_backends(device, profile.attention)
     run = materialise(assemble(recipe, blueprint, strategy, dist.get_world_size(), device.type), device)
     with torch.no_grad():
         blueprint.fill(run.model, recipe.seed)

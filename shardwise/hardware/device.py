@@ -128,6 +128,7 @@ class DeviceProfile:
         host_memory_bandwidth: bytes/s, read plus written, of that memory, per device.
         disk_bandwidth: bytes/s to and bytes/s from a local disk, per device.
         reported: names that drivers report for the device, in lower case, without the vendor.
+        attention: backends of attention in the order of preference (runtime/attention/backend.py).
         file: the user's file with the profile; "" for a profile of this package.
         source: figure -> where it comes from.
         measured: speeds by shape and size that were measured on this device; None where the time model has to use
@@ -155,6 +156,7 @@ class DeviceProfile:
     overhead: Overhead
     reported: tuple[str, ...]
     source: Mapping[str, str] = field(hash=False, repr=False)
+    attention: tuple[str, ...] = ()
     file: str = ""
     measured: MeasuredSpeeds | None = field(default=None, hash=False, repr=False)
     measured_on: str = ""

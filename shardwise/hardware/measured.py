@@ -98,6 +98,7 @@ class MeasuredSpeeds:
         around: seconds of the host around each collective, by mesh axis.
         waiting: seconds that a step waits for a collective over those of the curve, by mesh axis.
         slower: factor on all kernels, where the processes are more than were measured.
+        attention_order: the backends of attention, the fastest first; () where they were not compared.
     """
 
     processes: int
@@ -111,6 +112,7 @@ class MeasuredSpeeds:
     around: Mapping[str, float] = field(hash=False, default_factory=dict)
     waiting: Mapping[str, float] = field(hash=False, default_factory=dict)
     slower: float = 1.0
+    attention_order: tuple[str, ...] = ()
 
     def shared_by(self, processes: int, threads: int, cores: int) -> MeasuredSpeeds:
         """The speeds of one of another number of processes: they divide the cores, and beyond these also the host."""

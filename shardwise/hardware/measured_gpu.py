@@ -1,9 +1,9 @@
 """Speeds of the kernels of a GPU that ``shardwise doctor --calibrate`` measured on this machine.
 
 They are stored by device (``DeviceProfile.calibrated_as``), in a file next to the CPU's. Plans for the device use them
-in place of peaks, for any number of devices: a GPU shares nothing with others while its kernels run. A file of another
-version of torch, or one that cannot be read, is ignored without a message, because a plan must not fail over optional
-speeds.
+in place of peaks, and its order of attention backends, for any number of devices: a GPU shares nothing with others
+while its kernels run. A file of another version of torch, or one that cannot be read, is ignored without a message,
+because a plan must not fail over optional speeds.
 """
 
 from __future__ import annotations
@@ -63,4 +63,5 @@ def with_measured(profile: DeviceProfile) -> DeviceProfile:
         TABLES_VERSION,
     ):
         return profile
-    return replace(profile, measured=calibration.speeds, measured_on=calibration.day)
+    order = calibration.speeds.attention_order or profile.attention
+    return replace(profile, measured=calibration.speeds, measured_on=calibration.day, attention=order)

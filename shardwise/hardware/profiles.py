@@ -42,6 +42,9 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "topology": ("switch", "mesh", "host"),
 }
 _NAME_LISTS = ("short_names", "reported")
+_ATTENTION = "attention"
+ATTENTION_BACKENDS = ("cudnn", "flash", "flash3", "flash4", "efficient")
+"""What ``attention`` may list, the preferred one first. Files that do not have it mean the second and the last."""
 _LARGEST = 1e12
 _RATE_KEYS = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "disk_bandwidth")
 _EFFICIENCIES = tuple(Efficiency.__dataclass_fields__)
@@ -111,6 +114,7 @@ def read_profile(path: Path) -> tuple[DeviceProfile, tuple[str, ...]]:
     try:
         tables = _completed(tomllib.loads(path.read_text(encoding="utf-8")))
         words = {key: tables.pop(key) for key in (*_CHOICES, "node_devices", *_NAME_LISTS)}
+        words[_ATTENTION] = tables.pop(_ATTENTION, ["flash", "efficient"])
         _check_words(words)
         numbers, sources = _flattened(tables)
         return _profile(path.stem, words, numbers, sources), tuple(words["short_names"])
@@ -164,6 +168,9 @@ def _check_words(words: Mapping[str, Any]) -> None:
         names = words[key]
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{key} must be a list of names, found {names!r}")
+    order = words[_ATTENTION]
+    if not isinstance(order, list) or not all(name in ATTENTION_BACKENDS for name in order):
+        raise ValueError(f"{_ATTENTION} must list some of {', '.join(ATTENTION_BACKENDS)}, found {order!r}")
 
 
 def _flattened(tables: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
@@ -221,6 +228,7 @@ def _profile(
         ),
         overhead=Overhead(**overhead),
         reported=tuple(words["reported"]),
+        attention=tuple(words[_ATTENTION]),
         source=sources,
         tiles=Tiles(int(numbers["tiles.units"]), numbers["tiles.inner"]),
         launch=Launch(**{launch: numbers[f"launch.{launch}_seconds"] for launch in _LAUNCHES}),

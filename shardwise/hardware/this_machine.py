@@ -248,6 +248,7 @@ _CPU = DeviceProfile(
     host_memory_bandwidth=0.0,
     disk_bandwidth=0.0,
     topology="switch",
+    attention=("fused",),
     node_devices=1,
     latency=Latency(start=50e-6, hop=90e-6, network_hop=150e-6),
     # The CPU's figures are achieved speeds, not peaks.

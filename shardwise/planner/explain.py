@@ -127,6 +127,10 @@ def assumptions(cluster: Cluster, reserve: float) -> Iterator[str]:
         if options.ignored:
             yield f"allocator settings that are not modelled: {', '.join(options.ignored)}"
     yield seconds_from(cluster)
+    if not cluster.device.traits.is_host and (order := cluster.device.attention):
+        measured = cluster.device.measured is not None and cluster.device.measured.attention_order
+        why = "as measured here" if measured else f"the order for {cluster.device.name}"
+        yield f"attention runs the first of {', '.join(order)} that takes the call, {why}; a run checks it against fp64"
     if cluster.device.traits.plan_only:
         yield f"{PLAN_ONLY}: Shardwise cannot train on {cluster.device.name}, and no run was compared with this plan"
 

@@ -39,6 +39,10 @@ _HEAD = 24.0
 _BACKWARD_SPEED = 0.75
 """Speed of attention's backward kernel relative to its forward kernel (Dao 2023, arXiv:2307.08691, section 4.1)."""
 
+_CUDNN_SPEED = 600 / 370
+"""Speed of cuDNN's attention relative to FlashAttention-2, of which profiles have the efficiency: 8,192 tokens, heads
+of 128, on H100 (Shah et al. 2024, arXiv:2407.08608, figure 5)."""
+
 _MANY = ("aten::_foreach", "aten::_fused")
 """Operations on lists, which are counted once per tensor and launched once."""
 
@@ -101,7 +105,8 @@ def _attention_fraction(kernel: Kernel, device: DeviceProfile) -> float:
     # Relative to a width of 128.
     by_width = (width / (width + _HEAD)) * (128 + _HEAD) / 128
     backward = _BACKWARD_SPEED if "backward" in kernel.operation else 1.0
-    return min(1.0, fraction * filled * by_width * backward)
+    backend = _CUDNN_SPEED if "cudnn" in kernel.operation else 1.0
+    return min(1.0, fraction * filled * by_width * backward * backend)
 
 
 @lru_cache(maxsize=65536)

@@ -8,6 +8,7 @@ for other masks. It is built once per forward pass and has one of two forms:
     offsets   cumulative sequence lengths (``cu_seqlens``) for flash attention's variable-length kernel, on NVIDIA GPUs
               in 16 bits. There is no mask, and the work falls with the lengths of documents
 
+Before its first use in a process the kernel is compared with fp64 (kernel_check.py); where it is wrong, masks are used.
 Offsets are computed from the starts that the data gives for each row, so nothing waits for the device. Rows have as
 many starts as the row with the most documents; the rest are empty documents at the end of a row, for which the kernel's
 blocks return at once. The backward kernel allocates fp32 sums for 128 more tokens per document, empty ones too: 2 MiB
@@ -20,16 +21,21 @@ Legend: b batch, a heads, k key/value heads, s sequence, d head width, n documen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.runtime.parallel.attention_kernels import has_varlen_kernel, padding_for
-from shardwise.runtime.torch_private import flash_attention_varlen
+from shardwise.runtime.kernel_check import KernelCheck, row_error, trusted
+from shardwise.runtime.parallel.attention_kernels import has_varlen_kernel, padding_for, planned_device
+from shardwise.runtime.torch_private_attention import (
+    flash_attention_varlen,
+)
 
 _MOST_DOCUMENTS = 65_535
 """Documents of a micro-batch: the kernel's grid has one row of blocks for each."""
@@ -72,11 +78,47 @@ def documents_of(
         positions: [b, s], of this rank's tokens; every 0 begins a document.
         starts: see ``offsets``; None for a mask from the positions.
     """
-    if starts is None or not has_varlen_kernel(like, head_width) or starts.numel() > _MOST_DOCUMENTS:
+    if starts is None or not _runs_varlen(like, head_width) or starts.numel() > _MOST_DOCUMENTS:
         mask = additive(same_document(model, positions, starts), like.dtype)
         return Documents(mask.shape[-1], mask)
     length = whole_length(model, positions)
     return Documents(length, offsets=offsets(starts, length))
+
+
+def _runs_varlen(like: Tensor, head_width: int) -> bool:
+    """Whether the kernel runs on the device of ``like``, or on the planned one, and computes what fp64 does here."""
+    if not has_varlen_kernel(like, head_width):
+        return False
+    return planned_device() is not None or _trusts_varlen(like.dtype, head_width, like.device)
+
+
+@cache
+def _trusts_varlen(dtype: torch.dtype, head_width: int, device: torch.device) -> bool:
+    shape = f"{str(dtype).removeprefix('torch.')}, packed documents, head width {head_width}"
+    error = partial(_varlen_error, dtype, head_width, device)
+    return trusted(KernelCheck("flash attention", shape, device, dtype, error))
+
+
+def _varlen_error(dtype: torch.dtype, head_width: int, device: torch.device) -> float:
+    """The largest error of a row of the output or of a gradient, over documents around the size of a tile."""
+    generator, length = torch.Generator(device).manual_seed(0), 320
+    shapes = ((1, number, length, head_width) for number in (4, 2, 2))
+    drawn = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    q, k, v = heads = [tensor.requires_grad_() for tensor in drawn]
+    starts = torch.tensor([[0, 64, 257, 258, length]], dtype=torch.int32, device=device)
+    wide = [x.detach().double().requires_grad_() for x in heads]
+    seen = same_document(nn.Module(), torch.zeros(1, length, device=device), starts)
+    scores = wide[0] @ wide[1].repeat_interleave(2, 1).mT * head_width**-0.5
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ wide[2].repeat_interleave(2, 1)
+    slope = torch.randn(expected.shape, generator=generator, device=device).to(dtype)
+    with torch.enable_grad():
+        documents = Documents(length, offsets=offsets(starts, length))
+        out = _attention(q, k, v, documents, enable_gqa=True)
+        gradients = torch.autograd.grad(out, heads, slope)
+    references = torch.autograd.grad(expected, wide, slope.double())
+    pairs = zip((out, *gradients), (expected, *references), strict=True)
+    errors = [row_error(result.detach(), reference.detach()) for result, reference in pairs]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def offsets(starts: Tensor, length: int) -> Tensor:

@@ -199,17 +199,6 @@ def backward_of_weights(weights: Iterator[nn.Parameter], groups: list[dict[str, 
 # -- operations --------------------------------------------------------------------------------------
 
 aten: Any = torch.ops.aten
-flash_attention: Any = aten._scaled_dot_product_flash_attention
-flash_attention_backward: Any = aten._scaled_dot_product_flash_attention_backward
-flash_attention_varlen: Any = aten._flash_attention_forward
-flash_attention_for_cpu: Any = aten._scaled_dot_product_flash_attention_for_cpu
-flash_attention_for_cpu_backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
-efficient_attention: Any = aten._scaled_dot_product_efficient_attention
-efficient_attention_backward: Any = aten._scaled_dot_product_efficient_attention_backward
-math_attention: Any = aten._scaled_dot_product_attention_math
-"""The attention kernels. Ring attention merges parts by the logarithms that the public function does not return, and
-the dry run calls the kernel that the target would."""
-
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives that return a new tensor, as operators that a dispatch mode sees. The public ones are in
 ``torch.distributed._functional_collectives``, and return a subclass that waits by itself."""

@@ -40,6 +40,7 @@ from shardwise.launch.signals import StopRequest
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.kernel_check import newly_replaced
 from shardwise.trainer.batches import StepBatches, batches_of, require_vocabulary
 from shardwise.trainer.evaluation import best_of, evaluate
 from shardwise.trainer.expert_watch import ExpertWatch
@@ -301,6 +302,8 @@ class Trainer:
         Raises Rewound, RunAgain or NumericsError.
         """
         result, seconds = pending.result, pending.seconds
+        for sentence in newly_replaced():
+            warn(sentence)
         require_capacity(self.run, pending)
         self.experts.see(result)
         loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)

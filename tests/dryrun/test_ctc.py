@@ -47,6 +47,6 @@ def passes(lengths: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_loss_saves_what_it_does_on_the_cpu(lengths: str, kind: str) -> None:
     real = passes(lengths)
-    with FakeTensorMode(allow_non_fake_inputs=True), TARGET_KERNELS[kind].kernels(1):
+    with FakeTensorMode(allow_non_fake_inputs=True), TARGET_KERNELS[kind].kernels(1, ()):
         assert passes(lengths) == real
     assert (BATCH, TIME, 2 * LONGEST + 1) in real

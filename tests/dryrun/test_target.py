@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm"])
 def test_fused_norm_keeps_its_input_and_one_number_a_row(kind: str) -> None:
-    with FakeTensorMode(), TARGET_KERNELS[kind].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS[kind].kernels(1, ("flash", "efficient")):
         x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
         assert saved_bytes(norm, x, weight) == 32 * 64 * 2 + 64 * 2 + 32 * 4
@@ -51,7 +51,7 @@ def test_fused_norm_keeps_its_input_and_one_number_a_row(kind: str) -> None:
 
 def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
     """q, k, v, the output, one fp32 log-sum per query and head, and the generator's two numbers."""
-    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1, ("flash", "efficient")):
         q = torch.empty(1, 8, 256, 32, dtype=torch.bfloat16, requires_grad=True)
         k, v = (torch.empty(1, 2, 256, 32, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
         kept = saved_bytes(attention, q, k, v)
@@ -61,7 +61,7 @@ def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
 
 def test_attention_on_mps_keeps_its_scores() -> None:
     """The softmax [1, 8, 256, 256], once in fp32 where nothing is fused."""
-    with FakeTensorMode(), TARGET_KERNELS["mps"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["mps"].kernels(1, ("flash", "efficient")):
         q, k, v = (torch.empty(1, 8, 256, 32, requires_grad=True) for _ in "qkv")
         kept = saved_bytes(attention, q, k, v)
     scores, whole = 4 * 8 * 256 * 256, 4 * 8 * 256 * 32
@@ -69,7 +69,7 @@ def test_attention_on_mps_keeps_its_scores() -> None:
 
 
 def test_fp32_attention_runs_forward_and_backward() -> None:
-    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1, ("flash", "efficient")):
         q = torch.empty(1, 8, 64, 32, requires_grad=True)
         k, v = (torch.empty(1, 2, 64, 32, requires_grad=True) for _ in "kv")
         attention(q, k, v).sum().backward()
@@ -77,7 +77,7 @@ def test_fp32_attention_runs_forward_and_backward() -> None:
 
 
 def test_a_recomputation_meets_the_same_kernels() -> None:
-    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1, ("flash", "efficient")):
         x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
         checkpoint(norm, x, weight, use_reentrant=False).sum().backward()
@@ -87,7 +87,7 @@ def test_a_recomputation_meets_the_same_kernels() -> None:
 def test_afterwards_the_cpu_s_own_kernels_are_back() -> None:
     x, weight = torch.randn(4, 64), torch.randn(64)
     before = norm(x, weight)
-    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1, ("flash", "efficient")):
         pass
     torch.testing.assert_close(norm(x, weight), before, rtol=0, atol=0)
     q = torch.randn(1, 2, 8, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shardwise.model.native import NativeModel
 from shardwise.recipe.dimensions import Dimensions
 from shardwise.runtime import documents
 from shardwise.runtime.documents import Documents, documents_of, offsets
+from shardwise.runtime.kernel_check import newly_replaced
 from shardwise.runtime.parallel.attention_kernels import kernels_as
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.torch_private import scoped_kernels
@@ -129,6 +131,30 @@ def test_attention_by_offsets_is_attention_by_a_mask(kv_heads: int, width: int) 
             found.append((out, *torch.autograd.grad(out, leaves, gradient)))
     for by_mask, by_offsets in zip(*found, strict=True):
         torch.testing.assert_close(by_offsets, by_mask, rtol=1e-12, atol=1e-12)
+
+
+def one_document(q: Tensor, *others: Any, **more: Any) -> tuple[Tensor, ...]:
+    """A kernel that takes all documents of a row for one."""
+    k, v, cu, *rest = others
+    whole = torch.tensor([0, int(cu[-1])], dtype=torch.int32)
+    return forward(q, k, v, whole, whole, len(q), len(q), *rest[3:], **more)
+
+
+@pytest.mark.parametrize(("kernel", "runs"), [(forward, True), (one_document, False)])
+def test_a_run_checks_the_kernel_and_masks_where_it_is_wrong(
+    kernel: Any, runs: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(documents, "has_varlen_kernel", lambda *_: True)
+    documents._trusts_varlen.cache_clear()
+    newly_replaced()
+    with scoped_kernels({"_flash_attention_forward": kernel, "_flash_attention_backward": backward}, "CPU"):
+        like = torch.empty(1, dtype=torch.float64)
+        made = documents_of(nn.Module(), positions_of(ROWS), starts_of(ROWS), like, 16)
+    documents._trusts_varlen.cache_clear()
+    assert (made.offsets is not None) is runs
+    named = [sentence.partition(" has an error")[0] for sentence in newly_replaced()]
+    assert named == ([] if runs else ["flash attention"])
 
 
 def test_other_functions_do_not_take_documents() -> None:

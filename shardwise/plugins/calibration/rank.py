@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shardwise.core.json_file import read_json, text_of
 from shardwise.hardware.kinds import kind_of
 from shardwise.hardware.measured import Grid, MeasuredSpeeds
+from shardwise.plugins.calibration.attention_order import fastest_backends
 from shardwise.plugins.calibration.collectives import collective_curves
 from shardwise.plugins.calibration.kernels import attention, native, plain_curves, products
 from shardwise.plugins.calibration.steps import (
@@ -31,6 +32,7 @@ from shardwise.plugins.calibration.steps import (
     timed_step,
 )
 from shardwise.plugins.calibration.task import FOUND, TASK, TINY, WIDE, Task
+from shardwise.runtime.attention.steering import prefer_backends
 from shardwise.trainer.meter import return_large_frees
 
 _WHOLE = "world"
@@ -47,6 +49,10 @@ AXES: dict[str, dict[str, Any]] = {
 def kernel_speeds(task: Task, device: torch.device) -> MeasuredSpeeds:
     """The speeds of this process's kernels while all ranks are busy, and of the host where ``known`` lacks it."""
     world, effort = dist.get_world_size(), task.effort
+    host, order = kind_of(device).is_host, tuple[str, ...]()
+    if not host:
+        order = fastest_backends(device)
+        prefer_backends(device, order)
     found = MeasuredSpeeds(world, torch.get_num_threads(), {}, {}, plain_curves(device, effort.largest_bytes))
     native_dtypes = [dtype for dtype in task.dtypes if dtype == "fp32" or native(dtype, device)]
     grids, heads = dict[str, Grid](), dict[str, Grid]()
@@ -55,11 +61,11 @@ def kernel_speeds(task: Task, device: torch.device) -> MeasuredSpeeds:
         grids[dtype] = products(dtype, device, effort.product_seconds)
         heads |= attention(dtype, device, effort.attention[device.type])
     found = replace(found, products=grids, attention=heads)
-    if not kind_of(device).is_host:
+    if not host:
         # Mixed precision casts and gathers weights around every block, which only the host notices.
         precision = "bf16" if "bf16" in native_dtypes else "fp32"
         step = timed_step(TINY, 64, 2, {"precision": precision}, device, effort.plain_steps)
-        return replace(found, host=launch_seconds(step))
+        return replace(found, host=launch_seconds(step), attention_order=order)
     found = replace(found, ratios=ratios(_steps(task, device, native_dtypes), found.plain))
     if task.known is not None:
         return replace(found, host=task.known.host)

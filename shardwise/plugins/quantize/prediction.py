@@ -85,7 +85,7 @@ def counted_peak(run: Callable[[], object]) -> int:
     target = TARGET_KERNELS["cpu"]
     tracker = Tracker({}, target.workspace, target.kept, lambda: "")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, tracker.watching(), target.kernels(1), _Constants():
+    with fake, tracker.watching(), target.kernels(1, ()), _Constants():
         run()
     return max(peak.bytes for peak in peaks(tracker).values())
 

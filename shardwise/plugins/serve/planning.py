@@ -224,7 +224,7 @@ class _Counted:
         built = meta_model(self.blueprint, self.recipe.adapter, dtype)
         tracker = Tracker({}, target.workspace, target.kept, lambda: "")
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, tracker.watching(), target.kernels(1), torch.no_grad():
+        with fake, tracker.watching(), target.kernels(1, self.cluster.device.attention), torch.no_grad():
             model = allocated(built, torch.device("cpu"))
             weights = _stored_bytes(model)
             reader = reader_of(self.blueprint, model, Bank(model, dtype))

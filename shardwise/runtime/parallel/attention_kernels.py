@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind, kind_of
-from shardwise.runtime.torch_private import (
+from shardwise.runtime.torch_private_attention import (
     efficient_attention,
     efficient_attention_backward,
     flash_attention,

@@ -1,0 +1,1 @@
+"""Attention: which kernel runs, and whether it computes what fp32 does."""

@@ -1,0 +1,94 @@
+"""Makes PyTorch run the attention backend that the plan counted, in every module that calls SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from shardwise.hardware.kinds import HOST, kind_of
+from shardwise.runtime.attention.backend import MATH, AttentionCall, Order, call_of, usable_backends
+from shardwise.runtime.attention.check import check_of, only_backends
+from shardwise.runtime.kernel_check import trusted
+from shardwise.runtime.torch_private_attention import (
+    attention_by_default,
+    override_kernel,
+)
+
+_PACKAGES: Mapping[str, str] = {"flash3": "FA3", "flash4": "FA4"}
+"""Backends that replace the kernels of PyTorch's flash attention, by PyTorch's names for them."""
+
+_orders: dict[str, Order] = {}
+"""By the type of a device of this process."""
+
+
+def prefer_backends(device: torch.device, order: Order) -> None:
+    """Let every later call on such a device, of any module, run the first backend of ``order`` that takes it.
+
+    A package of FlashAttention that cannot be imported is left out.
+    """
+    if device.type not in _orders:
+        override_kernel("scaled_dot_product_attention", _attention, f"Autograd{device.type.upper()}")
+    _orders[device.type] = tuple(name for name in order if name not in _PACKAGES or _activated(name))
+
+
+def _activated(name: str) -> bool:
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(_PACKAGES[name])
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def with_package(name: str) -> Iterator[bool]:
+    """In this block a backend's package, if it is one of a package, replaces PyTorch's flash attention.
+
+    Yields whether the backend can be called.
+    """
+    if name not in _PACKAGES:
+        yield True
+        return
+    if not _activated(name):
+        yield False
+        return
+    from torch.nn.attention import restore_flash_attention_impl
+
+    yield True
+    restore_flash_attention_impl()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Takes the arguments of SDPA."""
+    call = call_of(query, key, value, attn_mask, dropout_p, is_causal)
+    order = _orders[query.device.type]
+    trains = torch.is_grad_enabled()  # generation makes a call of another length for each token
+    names = _trusted_backends(call, query.device, order) if trains else usable_backends(call, order)
+    operands = query, key, value, attn_mask, dropout_p, is_causal
+    if kind_of(query.device) is HOST and names[0] != MATH:  # whose one fused kernel PyTorch prefers
+        return attention_by_default(*operands, scale=scale, enable_gqa=enable_gqa)
+    with only_backends(names):
+        return attention_by_default(*operands, scale=scale, enable_gqa=enable_gqa)
+
+
+@cache
+def _trusted_backends(call: AttentionCall, device: torch.device, order: Order) -> Order:
+    """The usable backends from the first that computes what fp64 does."""
+    names = usable_backends(call, order)
+    while names[0] != MATH and not trusted(check_of(call, device, names)):
+        names = names[1:]
+    return names

@@ -1,0 +1,71 @@
+"""Which attention kernel a device runs, and that a plan counts the same one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.dryrun.target import TARGET_KERNELS
+from shardwise.hardware.profiles import PROFILES
+from shardwise.runtime.attention.backend import AttentionCall, usable_backends
+
+CALL = AttentionCall(
+    torch.bfloat16,
+    *(32, 8, 4096, 4096, 128, 128),
+    masked=False,
+    causal=True,
+    dropout=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "changed", "runs"),
+    [
+        ("H100-80GB", {}, "cudnn"),
+        ("H200-141GB", {"width": 64, "value_width": 64}, "cudnn"),
+        ("H100-80GB", {"masked": True, "causal": False}, "efficient"),
+        ("H100-80GB", {"width": 192, "value_width": 192}, "flash"),
+        ("H100-80GB", {"width": 320, "value_width": 320}, "efficient"),
+        ("H100-80GB", {"dtype": torch.float32}, "efficient"),
+        ("H100-80GB", {"dtype": torch.float64}, "math"),
+        ("H100-80GB", {"queries": 1}, "cudnn"),
+        ("A100-80GB", {}, "flash"),
+        ("B200-180GB", {}, "flash"),
+        ("V100-32GB", {"dtype": torch.float16}, "efficient"),
+        ("MI300X-192GB", {"width": 100, "value_width": 100, "dtype": torch.float32}, "efficient"),
+    ],
+)
+def test_the_kernel_follows_from_device_and_shape(device: str, changed: dict[str, Any], runs: str) -> None:
+    assert usable_backends(replace(CALL, **changed), PROFILES[device].attention)[0] == runs
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func.name():
+            self.names.append(func.name().removeprefix("aten::_scaled_dot_product_"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel"), [("H100-80GB", "cudnn"), ("A100-80GB", "flash"), ("T4-16GB", "efficient")]
+)
+def test_a_dry_run_calls_the_kernel_of_its_device(device: str, kernel: str) -> None:
+    seen = Names()
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1, PROFILES[device].attention), seen:
+        q = torch.empty(2, 256, 8, 64, dtype=torch.float16, requires_grad=True)
+        k, v = (torch.empty(2, 256, 2, 64, dtype=torch.float16, requires_grad=True) for _ in "kv")
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        out.sum().backward()
+    assert seen.names == [f"{kernel}_attention", f"{kernel}_attention_backward"]
+    assert out.shape == (2, 8, 256, 64) and k.grad is not None and k.grad.shape == k.shape
