@@ -30,6 +30,7 @@ TOLERANCES = {torch.bfloat16: 2**-3, torch.float16: 2**-5, torch.float32: 2**-8,
 """Largest error of a row relative to its norm. 16 roundings in 16 bits; fp32 products may be rounded to TF32."""
 
 _replaced: list[str] = []
+_listeners: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def trusted(check: KernelCheck) -> bool:
     if error is None:
         error = _measured(check)
         store(path, repr(error).encode())
+        for listener in _listeners:
+            listener()
     if error <= TOLERANCES[check.dtype]:  # False for NaN
         return True
     how = "raises" if error == math.inf else f"has an error of {error:.2g}"
@@ -63,6 +66,11 @@ def trusted(check: KernelCheck) -> bool:
         f"{check.kernel} {how} for {check.shape} on {_device_name(check.device)}: it is not used for them"
     )
     return False
+
+
+def after_each_check(listener: Callable[[], None]) -> None:
+    """Call this after every comparison that ran, such as to forget its memory."""
+    _listeners.append(listener)
 
 
 def newly_replaced() -> list[str]:

@@ -40,7 +40,7 @@ from shardwise.launch.signals import StopRequest
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
-from shardwise.runtime.kernel_check import newly_replaced
+from shardwise.runtime.kernel_check import after_each_check, newly_replaced
 from shardwise.trainer.batches import StepBatches, batches_of, require_vocabulary
 from shardwise.trainer.evaluation import best_of, evaluate
 from shardwise.trainer.expert_watch import ExpertWatch
@@ -103,6 +103,7 @@ class Trainer:
         # This imports the model's code before the level of memory is taken.
         self._trained, self._frozen = self.blueprint.parameter_counts()
         self.meter = MemoryMeter(job.device, job.exact_memory)
+        after_each_check(self.meter.forget)
         self.run = build(recipe, self.blueprint, strategy, job.device)
         with_precomputed(self.run, self.data, say)
         self.state = self._restored()
