@@ -101,7 +101,7 @@ def attention_error(call: AttentionCall, device: torch.device, names: Sequence[s
 def _operands(call: AttentionCall, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Random q [1, a, s, d], k and v [1, k, t, d], laid out as projections are: [1, s, a, d] in memory.
 
-    All keys have one component along a direction, and every fourth query lies opposite to it.
+    All keys have one component along a direction, and every fourth query points against it.
     """
 
     def normal(*shape: int) -> Tensor:
