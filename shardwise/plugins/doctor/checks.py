@@ -22,6 +22,7 @@ from shardwise.core.errors import ResourceError
 from shardwise.core.extras import install
 from shardwise.core.units import GiB, MiB, format_bytes, format_percent, format_rate, format_seconds
 from shardwise.hardware.kinds import kind_of
+from shardwise.hardware.measured_gpu import with_measured
 from shardwise.hardware.profiles import OWN, PROFILES
 from shardwise.plugins.doctor.inspection import OPTIONAL_PACKAGES, Facts, HostAllocator, inspect
 
@@ -271,7 +272,10 @@ def _judge_devices(facts: Facts) -> Iterator[Check]:
             advice = f"cluster.device: {device.profile} has what CUDA reports of it, and assumptions"
             yield Check(name, "note", f"{found}, no profile", advice)
         else:
-            yield Check(name, "good", f"{found}, profile {device.profile}")
+            profile = with_measured(PROFILES[device.profile])
+            measured = "measured" if profile.measured and profile.measured.attention_order else "not measured"
+            order = f"attention {', '.join(profile.attention)} ({measured})"
+            yield Check(name, "good", f"{found}, profile {device.profile}, {order}")
 
 
 def _judge_speed(facts: Facts, speed: DeviceSpeed) -> Iterator[Check]:

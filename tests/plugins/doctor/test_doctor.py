@@ -123,6 +123,12 @@ def test_each_ailment_is_found_and_only_it(name: str, verdict: str, changes: Map
         assert error is None
 
 
+def test_the_order_of_attention_backends_is_shown() -> None:
+    facts = replace(HEALTHY, torch=replace(GPU_TORCH, devices=(H100,)))
+    shown = next(check.found for check in judge(facts, Speeds(())) if check.name == "gpu 0")
+    assert shown.endswith("attention cudnn, flash, efficient (not measured)")
+
+
 def test_speeds_are_judged() -> None:
     slow = replace(FULL_SPEED, flops={"bf16": 300e12})
     narrow = replace(FULL_SPEED, memory_bandwidth=1e12)
