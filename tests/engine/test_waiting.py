@@ -58,7 +58,7 @@ CASES: dict[str, Case] = {
         {"model": MODEL | {"layers": 4}, "data": {"sequence_length": 512}},
     ),
 }
-DOCUMENTED = {
+DOCUMENTED: dict[str, tuple[Case, str]] = {
     "offloaded optimizer": ((1, {"offload": "optimizer"}, {}), 'verdict = skip.to("cpu")'),
 }
 """Steps that wait, and the line that waits first: engine/optim/offloaded.py says why. So do library optimizers."""
