@@ -27,6 +27,7 @@ _KIND_BY_NAME = re.compile(r"""[=!]= "(?:cpu|cuda|mps|rocm|xpu)"|\bin \("(?:cpu|
 
 STEP = {
     "trainer/loop.py": "Trainer._steps Trainer._issue",
+    "trainer/issued_step.py": "IssuedStep.of",
     "engine/seeding.py": "seed_step",
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step end_step _expert_load",

@@ -3,7 +3,7 @@
     lora   h = W x + b + scale · (B A x + c)      W [o, i] frozen, A [r, i], B [o, r]; c [o] with lora_bias
     dora   h = m / |W + scale · B A| · (W x + scale · B A x) + b, m [o] and row norms [o] (Liu et al. 2024)
 
-The scale is alpha / r, or alpha / √r if rank-stabilized; it multiplies A x, which is smaller than the result. A is
+The scale is alpha / r, or alpha / √r if rank-stabilized. In lora the kernel of the product with B adds it to W x. A is
 uniform within 1 / √i (PEFT's kaiming with a = √5), B is zero and m is the row norm of W, so an adapted model starts
 equal to its base. The norm is a constant in the backward pass (section 4.3). Dropout is on the inputs of A; in dora
 also on those of W in the term (m / |W + scale · B A| - 1) · W x, as in PEFT: a second product with W.
@@ -112,6 +112,17 @@ class FrozenLinear(nn.Linear):
         return (self.weight.t() if self.transposed else self.weight).to(dtype)
 
 
+class AddedLinear(nn.Linear):
+    """A linear layer whose product can be added to another's output by the same kernel."""
+
+    def forward(self, input: Tensor, base: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """``base + scale * W input``, written over ``base`` [rows, o]; without it, the product with the bias."""
+        if base is None:
+            return super().forward(input)
+        thin = input.reshape(-1, input.shape[-1]).to(base.dtype)
+        return base.addmm_(thin, self.weight.t().to(base.dtype), alpha=scale)
+
+
 class LoraLinear(FrozenLinear):
     """A frozen linear layer with an adapter.
 
@@ -120,7 +131,7 @@ class LoraLinear(FrozenLinear):
     """
 
     lora_A: nn.Linear
-    lora_B: nn.Linear
+    lora_B: AddedLinear
     lora_magnitude_vector: nn.Parameter | None
     adapter_off = False
 
@@ -138,7 +149,7 @@ class LoraLinear(FrozenLinear):
         rank, _ = spec.strength(path)
         where, dtype = weight.device, weight.dtype
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=where, dtype=dtype)
-        self.lora_B = nn.Linear(rank, self.out_features, bias=spec.lora_bias, device=where, dtype=dtype)
+        self.lora_B = AddedLinear(rank, self.out_features, bias=spec.lora_bias, device=where, dtype=dtype)
         magnitude = None
         if spec.name == "dora":
             magnitude = nn.Parameter(torch.empty(self.out_features, device=where, dtype=dtype))
@@ -148,10 +159,13 @@ class LoraLinear(FrozenLinear):
         if self.adapter_off:
             return super().forward(input)
         dropped = F.dropout(input, self.dropout, self.training)
-        base, thin = super().forward(input), self.lora_A(dropped)
+        thin = self.lora_A(dropped)
         plain = self.lora_B.bias is None  # the scale is of the bias, too
+        if plain and self.lora_magnitude_vector is None:
+            rows = super().forward(input.reshape(-1, input.shape[-1]))
+            return self.lora_B(thin, rows, self.scale).view(*input.shape[:-1], rows.shape[-1])
         change = self.lora_B(thin * self.scale) if plain else self.lora_B(thin) * self.scale
-        out = base + change
+        out = super().forward(input) + change
         if self.lora_magnitude_vector is None:
             return out
         share = self.lora_magnitude_vector / self._norms(input.dtype)

@@ -141,5 +141,5 @@ def _answered(name: str, method: str, function: Callable[..., Any], *values: Any
 
 
 def read(flags: Tensor) -> frozenset[str]:
-    """The names of the flags that all ranks agreed on; waits for the device."""
+    """The names of the flags that all ranks agreed on."""
     return frozenset(name for name, flag in zip((PREEMPT, *ASKS), flags.tolist(), strict=True) if flag)

@@ -1,14 +1,22 @@
-"""A step whose results are still on the device, and what happens if they say that it must be run again."""
+"""A step whose results are on their way to the host, and what happens if they say that it must be run again.
+
+The results are copied when the step has been issued, and read when the next one has been. ``item`` would queue a copy
+behind the next step and wait for that step, too: the device would idle while the host logs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise.engine.run import Run
 from shardwise.engine.step import StepResult, enlarged
 from shardwise.engine.train_state import TrainState
+from shardwise.hardware.kinds import kind_of
+from shardwise.runtime.offload.host import host_copy
 from shardwise.trainer.run_log import say
 
 
@@ -16,7 +24,8 @@ from shardwise.trainer.run_log import say
 class IssuedStep:
     """A step that the host has issued and whose results it has not read.
 
-    ``index`` counts steps from 0. ``seconds`` are those of the step without ``compiling`` kernels.
+    ``index`` counts steps from 0. ``result`` and ``flags`` are in host memory, valid after ``wait``. ``seconds`` are
+    those of the step without ``compiling`` kernels.
     """
 
     index: int
@@ -24,6 +33,24 @@ class IssuedStep:
     flags: Tensor
     seconds: float
     compiling: float
+    _copied: torch.Event | None
+
+    @classmethod
+    def of(
+        cls, index: int, result: StepResult, flags: Tensor, seconds: float, compiling: float
+    ) -> IssuedStep:
+        """Start to copy what a step yielded to the host."""
+        device = result.loss.device
+        copies: dict[str, Any] = {
+            name: None if value is None else host_copy(value) for name, value in vars(result).items()
+        }
+        copied = None if kind_of(device).is_host else torch.accelerator.current_stream(device).record_event()
+        return cls(index, replace(result, **copies), host_copy(flags), seconds, compiling, copied)
+
+    def wait(self) -> None:
+        """Wait for this step, not for those that were issued since."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 class RunAgain(Exception):

@@ -268,7 +268,7 @@ class Trainer:
             result = step(run, source.micro_batches(index), learning_rate(recipe, index), self._skip)
         flags = self._agreed(index)
         self._skip = flags[-1] if self.hooks.may_ask and run.synchronous else None
-        return IssuedStep(index, result, flags, *self.log.lap())
+        return IssuedStep.of(index, result, flags, *self.log.lap())
 
     @contextmanager
     def _monitored(self, index: int) -> Iterator[None]:
@@ -302,6 +302,7 @@ class Trainer:
 
         Raises Rewound, RunAgain or NumericsError.
         """
+        pending.wait()
         result, seconds = pending.result, pending.seconds
         for sentence in newly_replaced():
             warn(sentence)
@@ -348,7 +349,7 @@ class Trainer:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
         index, recipe, noise = pending.index, self.job.recipe, None
         losses, metrics = dict[str, float](), dict[str, float]()
-        float(pending.result.loss)  # waits for the device
+        pending.wait()
         require_capacity(self.run, pending)
         pending.seconds += self.log.lap()[0]
         asked |= read(pending.flags)

@@ -75,9 +75,16 @@ def has_separate_host_memory(device: torch.device) -> bool:
 
 
 def host_empty_like(tensor: Tensor) -> Tensor:
-    """An undefined tensor of the same shape and dtype in host memory, pinned for a CUDA tensor."""
+    """An undefined tensor of the same shape and dtype in host memory, pinned for a tensor of an accelerator."""
     with host_memory(pinned=True):
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return torch.empty_like(tensor, device="cpu", pin_memory=not kind_of(tensor.device).is_host)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is in host memory, else a copy that is valid once the device's stream has made it."""
+    if kind_of(tensor.device).is_host:
+        return tensor
+    return host_empty_like(tensor).copy_(tensor, non_blocking=True)
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
