@@ -105,8 +105,8 @@ def attempt(measure: Callable[[], Row]) -> Row:
 
 def free() -> None:
     """Give freed memory back to the device."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

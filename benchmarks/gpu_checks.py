@@ -91,6 +91,8 @@ def _verified(recipe: Recipe, strategy: Strategy, device: torch.device) -> Row:
 
 
 KILLED = "a run that is killed and resumed"
+LIMIT = 240.0
+"""Seconds after which a command of that row is given up."""
 
 
 def killed_and_resumed(bench: Bench) -> Row:
@@ -128,7 +130,7 @@ def _command(recipe: Path, out: Path) -> list[str]:
 
 def _train(recipe: Path, out: Path) -> None:
     """Raises RuntimeError with the last line that a failing run says."""
-    done = subprocess.run(_command(recipe, out), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(_command(recipe, out), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
 
@@ -139,11 +141,16 @@ def _killed(recipe: Path, out: Path, lines: int) -> int:
     run = subprocess.Popen(
         _command(recipe, out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    while run.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
+    end = time.monotonic() + LIMIT
+
+    def written() -> int:
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    while run.poll() is None and written() < lines and time.monotonic() < end:
         time.sleep(0.005)
     run.kill()
     run.wait()
-    return metrics.read_bytes().count(b"\n")
+    return written()
 
 
 def _curve(out: Path) -> list[tuple[int, float, float]]:

@@ -107,8 +107,8 @@ def adapters(bench: Bench) -> list[Contender]:
 
 def contenders(bench: Bench, work: Work) -> list[Contender]:
     """Rungs and peers of a model, in the order in which they are measured."""
-    safe, risky = rungs(bench, work)[:-2], rungs(bench, work)[-2:]
-    return [*safe, *peers(bench, work.label(), work.values(bench, {})), *risky]
+    *safe, per_tensor, per_row = rungs(bench, work)
+    return [*safe, *peers(bench, work.label(), work.values(bench, {})), per_tensor, per_row]
 
 
 def ladder(bench: Bench) -> Iterator[Task]:

@@ -51,8 +51,16 @@ def machine(bench: Bench) -> Iterator[Task]:
 
 
 def _doctor(bench: Bench) -> Row:
+    """Verdicts by check, and what is to be warned of; the texts about disks have folders of this machine."""
     found = examine(Path.cwd(), measure=not bench.tiny)
-    return {"healthy": found.healthy, "checks": [vars(check) for check in found.checks]}
+    warned = [
+        check for check in found.checks if check.verdict in ("warn", "bad") and "disk" not in check.name
+    ]
+    return {
+        "healthy": found.healthy,
+        "verdicts": {check.name: check.verdict for check in found.checks},
+        "warnings": [f"{check.name}: {check.found}" for check in warned],
+    }
 
 
 def _product(bench: Bench, dtype: torch.dtype, size: int) -> Row:

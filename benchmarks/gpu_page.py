@@ -56,12 +56,6 @@ def _largest(row: Row) -> str:
     return f"{name}: {spent:.1f} ms"
 
 
-def _advised(row: Row) -> str:
-    """What the doctor warns of."""
-    checks = [check for check in row["checks"] if check["verdict"] in ("warn", "bad")]
-    return "; ".join(f"{check['name']}: {check['found']}" for check in checks) or ABSENT
-
-
 @dataclass(frozen=True)
 class Table:
     """Rows of a section that have the same figures.
@@ -156,7 +150,10 @@ SECTIONS: Mapping[str, tuple[Table, ...]] = {
     "machine": (
         Table(
             "healthy",
-            {"healthy": lambda row: "yes" if row["healthy"] else "no", "warnings": _advised},
+            {
+                "healthy": lambda row: "yes" if row["healthy"] else "no",
+                "warnings": lambda row: "; ".join(row["warnings"]) or ABSENT,
+            },
             lambda row: "healthy" if row["healthy"] else "not healthy",
         ),
         Table(

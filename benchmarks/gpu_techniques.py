@@ -51,28 +51,41 @@ COMPILED: Mapping[str, Any] = {"compile": "block", "loss": "chunked"}
 IN_BACKWARD: Mapping[str, Any] = {"optimizer_in_backward": True, "loss": "chunked"}
 
 
+EIGHT: Mapping[str, Any] = {"name": "adamw_8bit"}
+
+
 def techniques(bench: Bench) -> Iterator[Task]:
     """Rows of small risk first; those that fill the memory last."""
-    eight = {"optimizer": {"name": "adamw_8bit"}}
-    beside = [
-        _row(bench, SMALL, "plain", {}),
-        _row(bench, SMALL, "offload: activations", {"offload": "activations"}),
-        _row(bench, SMALL, "offload: optimizer", {"offload": "optimizer"}),
-        _row(bench, SMALL, "8-bit AdamW", {}, **eight),
-        _row(bench, SMALL, "selective recomputation", {"activation_checkpointing": "selective"}),
-        _row(bench, SMALL, "full recomputation", {"activation_checkpointing": "full"}),
-    ]
-    yield task(bench, beside, SMALL.seconds)
+    yield task(bench, beside(bench), SMALL.seconds)
     for background in (False, True):
         name = f"checkpoint of 1.5B, {'background' if background else 'foreground'}"
         yield one(name, partial(_stall, bench, background), 30.0)
-    yield task(bench, [_row(bench, MIXTURE, "plain", {})], MIXTURE.seconds)
-    yield task(bench, [_preferences(bench)], PAIRS.seconds)
-    yield task(bench, [_row(bench, LONG, "chunked loss, compiled", COMPILED)], LONG.seconds)
-    yield task(bench, [_row(bench, LARGE, "8-bit AdamW, bf16 alone", BF16_ALONE, **eight)], LARGE.seconds)
-    clipped = {"optimizer": {"name": "adamw_8bit", "clip_norm": None}}
-    yield task(bench, [_row(bench, LARGE, "8-bit AdamW in backward", IN_BACKWARD, **clipped)], LARGE.seconds)
+    for contender in large(bench):
+        yield task(bench, [contender], LARGE.seconds)
     yield from _choices(bench)
+
+
+def beside(bench: Bench) -> list[Contender]:
+    """1.5B with a technique, and without any."""
+    return [
+        _row(bench, SMALL, "plain", {}),
+        _row(bench, SMALL, "offload: activations", {"offload": "activations"}),
+        _row(bench, SMALL, "offload: optimizer", {"offload": "optimizer"}),
+        _row(bench, SMALL, "8-bit AdamW", {}, optimizer=EIGHT),
+        _row(bench, SMALL, "selective recomputation", {"activation_checkpointing": "selective"}),
+        _row(bench, SMALL, "full recomputation", {"activation_checkpointing": "full"}),
+    ]
+
+
+def large(bench: Bench) -> list[Contender]:
+    """Experts, preferences, long rows, and 7B in little memory; each alone."""
+    return [
+        _row(bench, MIXTURE, "plain", {}),
+        _preferences(bench),
+        _row(bench, LONG, "chunked loss, compiled", COMPILED),
+        _row(bench, LARGE, "8-bit AdamW, bf16 alone", BF16_ALONE, optimizer=EIGHT),
+        _row(bench, LARGE, "8-bit AdamW in backward", IN_BACKWARD, optimizer={**EIGHT, "clip_norm": None}),
+    ]
 
 
 def _row(bench: Bench, work: Work, name: str, settings: Mapping[str, Any], **more: Any) -> Contender:
@@ -81,7 +94,8 @@ def _row(bench: Bench, work: Work, name: str, settings: Mapping[str, Any], **mor
 
 def _preferences(bench: Bench) -> Contender:
     """DPO of an adapter; its reference is the model without the adapter."""
-    values = PAIRS.values(bench, {}, objective={"name": "dpo"}, adapter=dict(ADAPTER))
+    data = {"source": "pairs.jsonl"}
+    values = PAIRS.values(bench, {}, objective={"name": "dpo"}, adapter=dict(ADAPTER), data=data)
     length = values["data"]["sequence_length"]
 
     @contextmanager
