@@ -93,11 +93,12 @@ CALIBRATION = "doctor --calibrate"
 
 
 def clock(bench: Bench) -> Iterator[Task]:
-    """A calibration where there is none, then a row for each case; of others, compiled ones come last."""
+    """A calibration where there is none, then a row for each case; free choices come last: they are planned longest."""
     if bench.capacity and not bench.tiny and not _is_calibrated():
         yield replace(one(CALIBRATION, _calibrate, 90.0), always=True)
     tasks = [one(case.name, partial(_clocked, bench, case), 15.0) for case in CASES]
-    yield from sorted(tasks, key=lambda task: not _was_far_off(bench, task.names[0]))
+    free = {case.name for case in CASES if not case.settings}
+    yield from sorted(tasks, key=lambda task: (task.names[0] in free, not _was_far_off(bench, task.names[0])))
 
 
 def _was_far_off(bench: Bench, name: str) -> bool:
