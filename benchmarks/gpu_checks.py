@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from gpu_bench import TINY, Bench, Task, one
+from gpu_ladder import PLAIN
 from gpu_store import Row
 
 from shardwise.core.strategy import Strategy
@@ -93,6 +95,8 @@ def _verified(recipe: Recipe, strategy: Strategy, device: torch.device) -> Row:
 KILLED = "a run that is killed and resumed"
 LIMIT = 240.0
 """Seconds after which a command of that row is given up."""
+_ENVIRONMENT = os.environ | {"SHARDWISE_MEASURE": "0"}
+"""Its plans measure nothing first."""
 
 
 def killed_and_resumed(bench: Bench) -> Row:
@@ -105,7 +109,7 @@ def killed_and_resumed(bench: Bench) -> Row:
         SMALL,
         64,
         4,
-        {"precision": "fp64", "micro_batch_size": 2},
+        {**PLAIN, "precision": "fp64", "micro_batch_size": 2},
         checkpoint={"every": every, "keep": 2},
     ) | {"steps": steps}
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +134,9 @@ def _command(recipe: Path, out: Path) -> list[str]:
 
 def _train(recipe: Path, out: Path) -> None:
     """Raises RuntimeError with the last line that a failing run says."""
-    done = subprocess.run(_command(recipe, out), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(
+        _command(recipe, out), cwd=ROOT, env=_ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
+    )
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
 
@@ -139,7 +145,11 @@ def _killed(recipe: Path, out: Path, lines: int) -> int:
     """Start a run and kill it when it has written so many lines of metrics; how many it has written in the end."""
     metrics = out / "metrics.jsonl"
     run = subprocess.Popen(
-        _command(recipe, out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        _command(recipe, out),
+        cwd=ROOT,
+        env=_ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     end = time.monotonic() + LIMIT
 
