@@ -3,7 +3,7 @@
 Parts, in the order in which half an hour is best spent:
 
     machine      2 min  what ``shardwise doctor`` says; products, copies, attention by kernel with its error, the loss
-    ladder       9 min  1.5B, 7B and LoRA of 8B: one more optimization on each rung, beside PyTorch and HF Trainer
+    ladder       9 min  1.5B, 7B and LoRA of 8B: one more optimization on each rung, next to PyTorch, HF Trainer
     profile      4 min  the fastest rung and compiled PyTorch under torch.profiler
     techniques   6 min  offload, 8-bit AdamW, checkpoints, long rows, experts, DPO; what the planner chooses
     clock        5 min  ``doctor --calibrate``, then predicted against measured steps, the worst ones first
@@ -12,7 +12,7 @@ Parts, in the order in which half an hour is best spent:
 
 Every row is appended to results/gpu-rows.jsonl once it is measured, with machine and day. A row that was measured on
 this machine today is left out, unless ``--again``; a command that was cut off is repeated and goes on. A row that fails
-is a row with its error, and is tried again after the others. A row that would take longer than what is left of
+is a row with its error, and is tried again after the others. A row that would take longer than the rest of
 ``--minutes`` is left out. ``--predict`` plans the rows that were measured without a plan; it needs no device.
 
 ``--tiny`` shrinks everything, and with ``--device cpu`` the same code runs without an accelerator.

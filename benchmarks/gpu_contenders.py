@@ -1,6 +1,6 @@
 """Training steps that take turns on one device: rows of the ladder, of peers and of techniques.
 
-Contenders are built one after the other. As long as the next one fits beside them, they stay in memory and their
+Contenders are built one after the other. As long as the next one fits as well, they stay in memory and their
 steps take turns, because a device's clock follows its temperature. Else each is measured alone. The speed of a large
 product just before says what the device could do at that moment.
 """
@@ -68,7 +68,7 @@ class Contender:
     Attributes:
         name: of the row.
         build: makes the model on the device; within it, steps can be timed.
-        recipe: what is trained, as in YAML; a peer trains the same model and batch.
+        recipe: as in YAML; a peer trains the same model and batch.
         more: further figures of the row.
         attention: the kernel of attention; None leaves the choice to PyTorch.
         own: whether Shardwise trains the recipe, so that a plan predicts the row.

@@ -1,4 +1,4 @@
-"""The speed ladder: a model with one more optimization on each rung, beside plain PyTorch and transformers' Trainer.
+"""The speed ladder: a model with one more optimization on each rung, next to plain PyTorch and transformers' Trainer.
 
 1.5B (4 × 2,048) and 7B (1 × 4,096) in bf16, every strategy pinned, and LoRA and QLoRA of Llama 3 8B's dimensions, on a
 row of 4,096 tokens and on 8 packed documents of 512. Where 7B with fp32 master weights does not fit, all its rows train

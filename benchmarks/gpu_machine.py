@@ -51,7 +51,7 @@ def machine(bench: Bench) -> Iterator[Task]:
 
 
 def _doctor(bench: Bench) -> Row:
-    """Verdicts by check, and what is to be warned of; the texts about disks have folders of this machine."""
+    """Verdicts by check, and warnings; the texts about disks have folders of this machine."""
     found = examine(Path.cwd(), measure=not bench.tiny)
     warned = [
         check for check in found.checks if check.verdict in ("warn", "bad") and "disk" not in check.name

@@ -37,7 +37,7 @@ def memory_of(key: str) -> Cell:
 
 
 def error_of(predicted: str, measured: str, shown: str = "{:+.1f} %") -> Cell:
-    """How far a prediction is from what was measured."""
+    """How far a prediction is from the measured figure."""
 
     def cell(row: Row) -> str:
         if not row.get(predicted) or not row.get(measured):

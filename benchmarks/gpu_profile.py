@@ -1,4 +1,4 @@
-"""Some steps under torch.profiler: the fastest rung of the ladder, and compiled plain PyTorch beside it.
+"""Some steps under torch.profiler: the fastest rung of the ladder, and compiled plain PyTorch.
 
 The largest item that is no product is the next thing to work on.
 """

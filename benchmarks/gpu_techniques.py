@@ -1,4 +1,4 @@
-"""Techniques and objectives at size: what the ladder does not train. Each row says what it costs beside a plain one.
+"""Techniques and objectives at size: what the ladder does not train. Each row has a plain one to compare with.
 
 contenders       offload, 8-bit AdamW, the largest models and longest rows, a mixture of experts, DPO; in turn
 checkpoint       how long training waits for a save of 1.5B, in the foreground and in the background
@@ -56,7 +56,7 @@ EIGHT: Mapping[str, Any] = {"name": "adamw_8bit"}
 
 def techniques(bench: Bench) -> Iterator[Task]:
     """Rows of small risk first; those that fill the memory last."""
-    yield task(bench, beside(bench), SMALL.seconds)
+    yield task(bench, with_and_without(bench), SMALL.seconds)
     for background in (False, True):
         name = f"checkpoint of 1.5B, {'background' if background else 'foreground'}"
         yield one(name, partial(_stall, bench, background), 30.0)
@@ -65,7 +65,7 @@ def techniques(bench: Bench) -> Iterator[Task]:
     yield from _choices(bench)
 
 
-def beside(bench: Bench) -> list[Contender]:
+def with_and_without(bench: Bench) -> list[Contender]:
     """1.5B with a technique, and without any."""
     return [
         _row(bench, SMALL, "plain", {}),

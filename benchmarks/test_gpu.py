@@ -21,7 +21,7 @@ from gpu_contenders import shardwise, task
 from gpu_ladder import LARGE, PLAIN, SMALL, adapters, contenders
 from gpu_machine import exact_attention
 from gpu_store import FILE, Row, Store, is_measured, read
-from gpu_techniques import beside, large
+from gpu_techniques import large, with_and_without
 from gpu_trace import breakdown, kind_of
 from machine import described
 
@@ -207,7 +207,7 @@ def test_no_row_is_refused_at_its_real_size_but_compiled_fp8(
     monkeypatch.setattr(Bench, "capacity", gibibytes * 2**30)
     bench = Bench(CPU, tiny=False)
     rungs = [rung for work in (SMALL, LARGE) for rung in contenders(bench, work)]
-    own = [each for each in (*rungs, *adapters(bench), *beside(bench), *large(bench)) if each.own]
+    own = [each for each in (*rungs, *adapters(bench), *with_and_without(bench), *large(bench)) if each.own]
     assert len({each.name for each in own}) == len(own) > 25
     for each in own:
         recipe = recipe_of(each.recipe, SETTINGS)
@@ -231,7 +231,7 @@ def test_the_page_and_the_makefile_name_the_parts() -> None:
     assert said.endswith("benchmarks/gpu.py --minutes 9 --only parity memory --again\n")
 
 
-# -- what is shown of them ---------------------------------------------------------------------------------
+# -- the page ---------------------------------------------------------------------------------
 
 
 def test_the_page_shows_the_newest_figure_and_the_earlier_ones(tmp_path: Path) -> None:
