@@ -7,8 +7,11 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 TORCH ?= 2.15.0
+# Of the GPU benchmark: which part, and for how long.
+PART ?= machine ladder profile techniques clock parity memory
+MINUTES ?= 9
 
-.PHONY: quickstart test test-unit test-plan test-core test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
+.PHONY: quickstart test test-unit test-plan test-core test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu gpu-page benchmark-peers clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -66,8 +69,12 @@ wheel: $(READY)  ## dist/shardwise-*.whl, with the recipes
 benchmark: $(READY)  ## predicted against measured memory on real runs (about 25 minutes)
 	$(BIN)/python benchmarks/ledger.py
 
-benchmark-gpu: $(READY)  ## check and measure one CUDA device: parity, memory, speed (9 minutes)
-	$(BIN)/python benchmarks/gpu.py
+benchmark-gpu: $(READY)  ## measure one CUDA device for at most 9 minutes; PART=ladder for a part, AGAIN=1 for all its rows
+	$(BIN)/python benchmarks/gpu.py --minutes $(MINUTES) --only $(PART) $(if $(AGAIN),--again)
+
+gpu-page: $(READY)  ## plan what a GPU measured, without one, and write it into docs/reference/gpu.md
+	$(BIN)/python benchmarks/gpu.py --predict
+	PYTHONPATH=. $(BIN)/python docs/generate.py
 
 benchmark-peers: $(READY)  ## speed and memory against other trainers, which it installs (about half an hour)
 	for peer in accelerate lightning deepspeed; do \

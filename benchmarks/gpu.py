@@ -1,95 +1,141 @@
-"""Everything that only a CUDA device can show, in one command: ``python benchmarks/gpu.py``.
+"""Measures one CUDA device, in commands of at most ten minutes: ``make benchmark-gpu PART=machine``.
 
-Sections, in this order; each writes benchmarks/results/gpu-SECTION.json after every row, so a command that is cut off
-leaves what it has measured:
+Parts, in the order in which half an hour is best spent:
 
-    parity         every value of every technique against one plain process (verify)
-    memory         predicted against max_memory_allocated and max_memory_reserved, of 20 configurations
-    ceilings       matrix products, attention and copies on random data
-    training       0.5B, 1.5B and 7B, bf16 and fp8: tokens/s, share of the measured ceiling, predicted time
-    lora           a LoRA adapter on a model of Llama-3-8B's dimensions
-    clock          predicted against measured seconds of 31 steps, after ``shardwise doctor --calibrate``
-    cross_entropy  the chunked loss against F.cross_entropy: time and memory
-    offload        a step with activations in host memory against one without
-    checkpoint     how long a step waits for a checkpoint, in the foreground and in the background
+    machine      2 min  what ``shardwise doctor`` says; products, copies, attention by kernel with its error, the loss
+    ladder       9 min  1.5B, 7B and LoRA of 8B: one more optimization on each rung, next to PyTorch, HF Trainer
+    profile      4 min  the fastest rung and compiled PyTorch under torch.profiler
+    techniques   6 min  offload, 8-bit AdamW, checkpoints, long rows, experts, DPO; what the planner chooses
+    clock        5 min  ``doctor --calibrate``, then predicted against measured steps, the worst ones first
+    parity       rest   techniques against one plain process, those never checked first; a run killed and resumed
+    memory       rest   predicted against allocated and reserved memory of 20 configurations
 
-A section starts while time is left (``--minutes``); a row that fails is a row with its error. ``--tiny`` shrinks
-everything, and with ``--device cpu`` the same code runs without an accelerator.
+Every row is appended to results/gpu-rows.jsonl once it is measured, with machine and day. A row that was measured on
+this machine today is left out, unless ``--again``; a command that was cut off is repeated and goes on. A row that fails
+is a row with its error, and is tried again after the others. A row that would take longer than the rest of
+``--minutes`` is left out. ``--predict`` plans the rows that were measured without a plan; it needs no device.
+
+``--tiny`` shrinks everything, and with ``--device cpu`` the same code runs without an accelerator.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import gpu_checks as checks
-import gpu_speed as speed
 import torch
-import torch.distributed as dist
-from gpu_bench import Bench, Row
+from gpu_bench import Bench, Task, attempt, usable
+from gpu_checks import memory, parity
 from gpu_clock import clock
+from gpu_ladder import ladder
+from gpu_machine import machine
+from gpu_profile import profile
+from gpu_store import Row, Store, completed, is_measured
+from gpu_techniques import techniques
 from machine import described
 
+from shardwise.hardware.cluster import cluster_of
+from shardwise.jobs.planning import make_plan
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS
+
 RESULTS = Path(__file__).parent / "results"
-SECTIONS: dict[str, Callable[[Bench], Iterator[Callable[[], Row]]]] = {
-    "parity": checks.parity,
-    "memory": checks.memory,
-    "ceilings": speed.ceilings,
-    "training": speed.training,
-    "lora": speed.lora,
+TINY_RESULTS = Path("runs") / "gpu-tiny"
+SECTIONS: dict[str, Callable[[Bench], Iterator[Task]]] = {
+    "machine": machine,
+    "ladder": ladder,
+    "profile": profile,
+    "techniques": techniques,
     "clock": clock,
-    "cross_entropy": speed.cross_entropy,
-    "offload": speed.offload,
-    "checkpoint": speed.checkpoint,
+    "parity": parity,
+    "memory": memory,
 }
 
 
-def row_of(measure: Callable[[], Row], device: torch.device) -> Row:
-    """A measured row, or the row's error: the others are still measured."""
-    began = time.perf_counter()
-    try:
-        row = measure()
-    except Exception as error:
-        traceback.print_exc()
-        row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        if dist.is_initialized():
-            dist.destroy_process_group()  # of this row
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return row | {"took_seconds": round(time.perf_counter() - began, 2)}
+def run(
+    bench: Bench, store: Store, names: Sequence[str], most: int | None = None, again: bool = False
+) -> None:
+    """Measure at most ``most`` rows of each section while time is left.
+
+    Args:
+        again: also rows that were measured today.
+    """
+    bench.last = store.last
+    for section in names:
+        measured = _section(bench, store, section, most, again)
+        print(f"{section}: {measured} rows measured, {bench.left:.0f} s left", flush=True)
 
 
-def run(bench: Bench, names: list[str], out: Path, minutes: float, most: int | None) -> None:
-    """Measure at most ``most`` rows of each section until the time is over; write after each row."""
-    end = time.monotonic() + 60 * minutes
-    for name in names:
-        rows: list[Row] = []
-        written = {"machine": described(), "tiny": bench.tiny, "complete": False, "rows": rows}
-        for measure in islice(SECTIONS[name](bench), most):
-            if time.monotonic() > end:
+def _section(bench: Bench, store: Store, section: str, most: int | None, again: bool) -> int:
+    def failed(names: Sequence[str]) -> bool:
+        """Whether one of them failed when it was last tried: those come after the others."""
+        last = [store.last(section, name) for name in names]
+        return any("error" in row and not is_measured(row) for row in last if row is not None)
+
+    measured = 0
+    for task in sorted(SECTIONS[section](bench), key=lambda task: failed(task.names)):
+        wanted = [
+            name for name in task.names if again or task.always or not store.measured_today(section, name)
+        ]
+        wanted = sorted(wanted, key=lambda name: failed([name]))[: None if most is None else most - measured]
+        rows = iter(task.measure(wanted))
+        for number, name in enumerate(wanted):
+            if bench.left < _expected(store, section, name, task):
+                print(f"{section}: left out for lack of time: {'; '.join(wanted[number:])}", flush=True)
                 break
-            rows.append(row_of(measure, bench.device))
-            print(f"{name}: {json.dumps(rows[-1])}", flush=True)
-            write(out / f"gpu-{name}.json", written)
-        else:
-            written["complete"] = most is None
-            write(out / f"gpu-{name}.json", written)
-        if time.monotonic() > end:
-            print(f"stopped in {name}: {minutes:g} minutes are over", flush=True)
-            return
+            store.begin(section, name)
+            row = store.append(section, *next(rows))
+            measured += 1
+            print(f"{section}: {row['row']}: {_said(row)}", flush=True)
+            if not usable(bench.device):
+                print(
+                    f"error: the device does not answer after {row['row']!r}; repeat the command", flush=True
+                )
+                os._exit(1)  # whatever is cleaned up would wait for the device
+    return measured
 
 
-def write(path: Path, written: dict[str, Any]) -> None:
-    path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+def _expected(store: Store, section: str, name: str, task: Task) -> float:
+    """Seconds: as long as it took when it was last measured, else what the task says."""
+    row = store.last(section, name)
+    return float(row["took_seconds"]) if row is not None and is_measured(row) else task.seconds
+
+
+def _said(row: Row) -> str:
+    left_out = ("section", "row", "machine", "recipe", "tiny", "day")
+    return json.dumps({key: value for key, value in row.items() if key not in left_out}, ensure_ascii=False)
+
+
+def predict(folder: Path) -> None:
+    """Plan every row that Shardwise trained and that has no prediction: seconds of a step, and allocated bytes."""
+
+    def lacks(row: Row) -> bool:
+        return (
+            is_measured(row) and row.get("own") is True and not {"predicted_seconds", "prediction"} & set(row)
+        )
+
+    for row in completed(folder, lacks, predicted):
+        print(f"{row['row']}: {row.get('predicted_seconds', row.get('prediction'))}", flush=True)
+
+
+def predicted(row: Row) -> Row:
+    """What a plan says of a row that was trained, and the version of torch that planned; or why there is no plan."""
+
+    def planned() -> Row:
+        recipe = recipe_of(row["recipe"], SETTINGS)
+        plan = make_plan(recipe, cluster_of(recipe.cluster))
+        return {"predicted_seconds": plan.step.seconds, "predicted_bytes": plan.predicted_allocated(0)}
+
+    found = attempt(planned)
+    found.pop("took_seconds")
+    return (found if is_measured(found) else {"prediction": found.get("error")}) | {
+        "planned_with": torch.__version__
+    }
 
 
 def main() -> None:
@@ -99,15 +145,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--tiny", action="store_true", help="small models, few repetitions")
-    parser.add_argument(
-        "--only", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), metavar="SECTION"
-    )
-    parser.add_argument("--rows", type=int, help="at most so many rows of each section")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), metavar="PART")
+    parser.add_argument("--rows", type=int, help="at most so many rows of each part")
+    parser.add_argument("--again", action="store_true", help="also rows that were measured today")
+    parser.add_argument("--predict", action="store_true", help="only plan the rows that have no prediction")
+    parser.add_argument("--out", type=Path, help=f"folder of gpu-rows.jsonl; default: {RESULTS}")
     given = parser.parse_args()
+    out = given.out or (TINY_RESULTS if given.tiny else RESULTS)
+    if given.predict:
+        predict(out)
+        return
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: no CUDA device was found; --device cpu --tiny runs the same code without one")
-    run(Bench(torch.device(given.device), given.tiny), given.only, given.out, given.minutes, given.rows)
+    bench = Bench(torch.device(given.device), given.tiny, time.monotonic() + 60 * given.minutes)
+    run(bench, Store(out, described(), given.tiny), given.only, given.rows, given.again)
 
 
 if __name__ == "__main__":

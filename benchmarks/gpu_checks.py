@@ -1,15 +1,22 @@
-"""Is it right on this device: every technique against one plain process, and memory as planned."""
+"""Is it right on this device: techniques against one plain process, a run that is killed, and memory as planned."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_bench import TINY, Bench, Row
+from gpu_bench import TINY, Bench, Task, one
+from gpu_ladder import PLAIN
+from gpu_store import Row
 
 from shardwise.core.strategy import Strategy
 from shardwise.launch.process import join
@@ -21,6 +28,7 @@ from shardwise.trainer.warm_up import warm_kernels
 from shardwise.verifier.plain_runs import run_plain
 from shardwise.verifier.verify import exactly, rounds_more, run_reference, run_verification
 
+ROOT = Path(__file__).parents[1]
 STEPS = 20
 SMALL = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 256, "vocab": 256, "context": 128}
 _HELD = {"precision": "fp64", "micro_batch_size": 2}
@@ -29,8 +37,11 @@ _OF_SEVERAL = ("pipeline_", "tensor_", "sequence_")
 """Settings that change nothing on one device."""
 
 
-def parity(bench: Bench) -> Iterator[Callable[[], Row]]:
-    """A row for each value of each setting that one device can take, in fp64; fewer bits as ``verify`` judges them."""
+def parity(bench: Bench) -> Iterator[Task]:
+    """A row for each value of each setting that one device can take, in fp64; fewer bits as ``verify`` judges them.
+
+    Values that were never checked on this kind of device come first, and a killed run before those that were.
+    """
     recipe = recipe_of(
         {
             "model": TINY if bench.tiny else SMALL,
@@ -40,8 +51,14 @@ def parity(bench: Bench) -> Iterator[Callable[[], Row]]:
         },
         SETTINGS,
     )
-    for name, strategy in values(recipe):
-        yield partial(_verified, recipe, name, strategy, bench.device)
+    tasks = [
+        *(
+            one(name, partial(_verified, recipe, strategy, bench.device), 12.0)
+            for name, strategy in values(recipe)
+        ),
+        one(KILLED, partial(killed_and_resumed, bench), 60.0),
+    ]
+    yield from sorted(tasks, key=lambda task: bench.last("parity", task.names[0]) is not None)
 
 
 def values(recipe: Recipe) -> Iterator[tuple[str, Strategy]]:
@@ -58,7 +75,7 @@ def values(recipe: Recipe) -> Iterator[tuple[str, Strategy]]:
                         break
 
 
-def _verified(recipe: Recipe, name: str, strategy: Strategy, device: torch.device) -> Row:
+def _verified(recipe: Recipe, strategy: Strategy, device: torch.device) -> Row:
     with join(device.type), tempfile.TemporaryDirectory() as folder:
         plain = strategy
         if rounds_more(recipe, strategy):
@@ -67,13 +84,90 @@ def _verified(recipe: Recipe, name: str, strategy: Strategy, device: torch.devic
         run_reference(recipe, plain, Path(folder))
         verdict = run_verification(recipe, strategy, Path(folder), device)
     return {
-        "value": name,
         "passed": verdict.passed,
         "loss": verdict.max_loss_difference,
         "gradient_norm": verdict.max_gradient_norm_difference,
         "parameters": verdict.max_parameter_difference,
         "precision": verdict.precision,
     }
+
+
+KILLED = "a run that is killed and resumed"
+LIMIT = 240.0
+"""Seconds after which a command of that row is given up."""
+_ENVIRONMENT = os.environ | {"SHARDWISE_MEASURE": "0"}
+"""Its plans measure nothing first."""
+
+
+def killed_and_resumed(bench: Bench) -> Row:
+    """``shardwise train`` is killed between two checkpoints and started again: every line as of an unbroken run.
+
+    In fp64, where attention is computed by kernels whose sums have one order.
+    """
+    steps, every = (12, 4) if bench.tiny else (40, 10)
+    values = bench.values(
+        SMALL,
+        64,
+        4,
+        {**PLAIN, "precision": "fp64", "micro_batch_size": 2},
+        checkpoint={"every": every, "keep": 2},
+    ) | {"steps": steps}
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
+        _train(recipe, whole)
+        at = _killed(recipe, broken, every + 1)
+        _train(recipe, broken)
+        pairs = list(zip(_curve(whole), _curve(broken), strict=True))
+    return {
+        "killed_after_step": at,
+        "steps": len(pairs),
+        "passed": at < steps and all(one == other for one, other in pairs),
+        "first_difference": next((one[0] for one, other in pairs if one != other), None),
+    }
+
+
+def _command(recipe: Path, out: Path) -> list[str]:
+    return [sys.executable, "-m", "shardwise", "train", str(recipe), "--out", str(out)]
+
+
+def _train(recipe: Path, out: Path) -> None:
+    """Raises RuntimeError with the last line that a failing run says."""
+    done = subprocess.run(
+        _command(recipe, out), cwd=ROOT, env=_ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
+    )
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+
+
+def _killed(recipe: Path, out: Path, lines: int) -> int:
+    """Start a run and kill it when it has written so many lines of metrics; how many it has written in the end."""
+    metrics = out / "metrics.jsonl"
+    run = subprocess.Popen(
+        _command(recipe, out),
+        cwd=ROOT,
+        env=_ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + LIMIT
+
+    def written() -> int:
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    while run.poll() is None and written() < lines and time.monotonic() < end:
+        time.sleep(0.005)
+    run.kill()
+    run.wait()
+    return written()
+
+
+def _curve(out: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every line."""
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = map(json.loads, lines)
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -105,10 +199,15 @@ CONFIGURATIONS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
 )
 
 
-def memory(bench: Bench) -> Iterator[Callable[[], Row]]:
+def memory(bench: Bench) -> Iterator[Task]:
     """A row for each configuration: two micro-batches a step, three steps."""
     for each in CONFIGURATIONS[: 2 if bench.tiny else None]:
-        yield partial(_peaks, bench, *each)
+        yield one(configuration(*each), partial(_peaks, bench, *each), 10.0)
+
+
+def configuration(model: str, length: int, micro: int, settings: dict[str, Any]) -> str:
+    """The name of a row."""
+    return f"{model}, {micro} × {length}, {', '.join(f'{key} {value}' for key, value in settings.items())}"
 
 
 def _peaks(bench: Bench, model: str, length: int, micro: int, settings: dict[str, Any]) -> Row:
@@ -119,14 +218,10 @@ def _peaks(bench: Bench, model: str, length: int, micro: int, settings: dict[str
     with join(bench.device.type):
         warm_kernels(bench.device, plan.strategy)
         meter = MemoryMeter(bench.device)
-        bench.seconds(bench.run(recipe, plan), repeat=2)
+        bench.seconds(bench.run(recipe, plan.strategy), repeat=2)
         meter.sample()
     predicted = plan.predicted_allocated(0)
     row: Row = {
-        "model": model,
-        "length": length,
-        "micro_batch_size": micro,
-        "settings": settings,
         "predicted_bytes": predicted,
         "allocated_bytes": meter.peak.allocated,
         "error": predicted / meter.peak.allocated - 1 if meter.peak.allocated else None,

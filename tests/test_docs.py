@@ -157,10 +157,14 @@ INSTALLING = ("python3 -m venv .venv && source .venv/bin/activate", 'pip install
 )
 def test_command_lines_parse(page: Path, line: str, tmp_path: Path) -> None:
     """Verbs and options exist; overrides are valid for the recipe that the line names."""
-    words = shlex.split(line)
+    words = shlex.split(line, comments=True)
     if words[0] == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-        assert set(words[1:]) <= set(targets)
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        targets = re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)
+        variables = re.findall(r"^([A-Z]+) \?=", makefile, re.MULTILINE)
+        given = [word.partition("=")[0] for word in words[1:] if "=" in word]
+        assert {word for word in words[1:] if "=" not in word} <= set(targets)
+        assert set(given) <= set(variables)
         return
     if line in INSTALLING:
         return
