@@ -6,9 +6,9 @@ row, and which product may use fast accumulation. Scales are dynamic, dtype.max 
 dtype and casts them again.
 
 In a compiled block scales and casts are traced as plain operations. Inductor fuses them with their neighbours, such as
-a norm or an activation, and the layer saves its input in 8 bits if nothing else saves it. Weights are cast again in the
-backward pass (torch_private_partitioner.py), so ZeRO 3 keeps no copy of them. Elsewhere only the two steps of a cast are
-compiled, on accelerators: then one cast moves 5 bytes per element.
+a norm or an activation, and with one scale per tensor the layer saves its input in 8 bits. Weights are cast again in
+the backward pass (torch_private_partitioner.py), so ZeRO 3 keeps no copy of them. Elsewhere only the two steps of a
+cast are compiled, on accelerators: then one cast moves 5 bytes per element.
 
 Refused: torchao's own layer. Uncompiled it moves 31 bytes per cast element, more than 8 bits save. A test compares the
 layers.

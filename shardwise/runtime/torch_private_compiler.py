@@ -91,8 +91,8 @@ def _compile_options(real: bool) -> Iterator[None]:
 
     ``real``: kernels are compiled. Inductor compiles a program to find the CPU's vector instructions, 8 seconds once.
     Without kernels it writes scalar code: that is half of the time, and vectors change no buffer
-    (tests/technique/test_compiling.py). Triton kernels have comparisons in the place of its minimum and maximum, next to
-    which it stores wrong 8-bit values (triton-lang/triton#11111); torch 2.13 itself has them, on NVIDIA GPUs alone.
+    (tests/technique/test_compiling.py). Triton kernels have comparisons in the place of minimum and maximum, next to
+    which it stores wrong 8-bit values (triton-lang/triton#11111). torch 2.13 has them on NVIDIA GPUs alone.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor

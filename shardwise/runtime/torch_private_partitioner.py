@@ -1,11 +1,12 @@
 """Private names of AOTAutograd's min-cut partitioner, which chooses what a compiled block saves for its backward pass.
 
-It has two gaps. It knows which inputs are weights only from Dynamo, so it would save 8-bit or dequantized copies of
-weights that exist anyway. And it counts some attention kernels, and operators of other namespaces, as free to recompute.
+It has gaps, which are filled here. It knows which inputs are weights only from Dynamo, so it would save 8-bit copies of
+weights that exist anyway. It counts some attention kernels, and operators of other namespaces, as free to recompute.
+With a budget it may draw random numbers again.
 
 A budget is PyTorch's ``activation_memory_budget``: a knapsack chooses the cheapest operations to recompute, until what
-is saved is at most that share of what the partitioner saves for speed alone. Random numbers and results of collectives
-are always saved. All names were checked on torch 2.13.0 (``torch_private.CHECKED``).
+is saved is at most that share of what the partitioner saves for speed alone. All names were checked on torch 2.13.0
+(``torch_private.CHECKED``).
 
 The compiler takes seconds and 100 MB to import. So every function here imports what it needs.
 """

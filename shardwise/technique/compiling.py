@@ -8,11 +8,13 @@ The dry run takes the same graph through the same partitioner and scheduler and 
 So saved activations and the buffers of fused kernels are counted. A fused kernel moves its inputs and outputs once.
 
 It comes before checkpointing, which recomputes a compiled block as a whole, or tells the partitioner what it may save
-(``selective``, ``budget:F``). It comes before sharding, too: FSDP2 gathers weights outside of the compiled code. Modules that are FSDP groups within a block, such as divided experts, are compiled on
-their own, and so are the parts around them.
+(``selective``, ``budget:F``). It comes before sharding, too: FSDP2 gathers weights outside of the compiled code.
+Modules that are FSDP groups within a block, such as divided experts, are compiled on their own, and so are the parts
+around them.
 
 Refused: the whole model in one graph, which takes longer to compile with each layer and hides the blocks from FSDP2 and
-from stages.
+from stages; and CUDA graphs of a step. They replay kernels on fixed addresses, but FSDP2 gathers weights into memory
+that it allocates anew, between blocks and on streams of its own; and no plan counts a graph's private pool of memory.
 """
 
 from __future__ import annotations
