@@ -163,6 +163,24 @@ def test_blocks_that_differ_in_their_number_share_a_compilation_unless_they_read
     assert {type(block) for block in blocks} == {Numbered}
 
 
+def test_micro_batches_steps_and_evaluation_compile_nothing_again(compilations: list[object]) -> None:
+    """One graph of each pass, without a break: nothing of the block runs outside of what was compiled."""
+    ran: list[str] = []
+    with StaticFakeMode():
+        block, optimizer_steps, micro_batches = Numbered(1, False), 3, 2
+        block.layer.register_forward_hook(lambda *_: ran.append("layer"))
+        compiled.compile_blocks([block])
+        for _ in range(optimizer_steps):
+            for _ in range(micro_batches):
+                block(torch.ones(2, 8)).sum().backward()
+            ran.clear()
+            with torch.no_grad():
+                block(torch.ones(3, 8))  # evaluation, of another shape
+            assert ran == ["layer"]
+        block(torch.ones(2, 8))
+    assert len(compilations) == 1 and ran == ["layer"]
+
+
 def test_each_block_computes_with_the_number_that_it_reads() -> None:
     """Real kernels; the second call finds both compilations."""
     blocks = [Numbered(number, reads=True) for number in (2, 5)]
