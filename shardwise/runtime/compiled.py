@@ -108,7 +108,7 @@ class CompiledForward:
 
     Attributes:
         budget: the share of the activations saved for speed alone that may be saved; None to save results of matrix
-            products and attention, and what is small.
+            products and attention, and small reductions.
         shares: equal for blocks that share their compilations; None before the first call.
     """
 

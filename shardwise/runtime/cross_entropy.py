@@ -26,7 +26,7 @@ from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Voc
 __all__ = ["IGNORED", "cross_entropies", "cross_entropy_sum"]
 
 _ELEMENTS = 2**17
-"""Elements whose fp32 copy lies in the cache: half a MiB."""
+"""Elements whose fp32 copy fits into the cache: half a MiB."""
 
 
 # -- the operators ------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ It has gaps, which are filled here. It knows which inputs are weights only from 
 weights that exist anyway. It counts some attention kernels, and operators of other namespaces, as free to recompute.
 With a budget it may draw random numbers again.
 
-A budget is PyTorch's ``activation_memory_budget``: a knapsack chooses the cheapest operations to recompute, until what
-is saved is at most that share of what the partitioner saves for speed alone. All names were checked on torch 2.13.0
+A budget is PyTorch's ``activation_memory_budget``: a knapsack chooses the cheapest operations to recompute, until the
+saved bytes are at most that share of those that the partitioner saves for speed alone. All names were checked on torch 2.13.0
 (``torch_private.CHECKED``).
 
 The compiler takes seconds and 100 MB to import. So every function here imports what it needs.
@@ -34,7 +34,7 @@ def partitioned(weights: frozenset[int], budget: float | None) -> Iterator[None]
     """Within it joint graphs are cut with a budget, and save no copy of the inputs at the positions ``weights``.
 
     Args:
-        budget: the share of what is saved for speed alone that may be saved; None to recompute all but matrix products,
+        budget: the share of the activations saved for speed alone that may be saved; None to recompute all but matrix products,
             attention and reductions.
     """
     from torch._functorch import config as functorch
@@ -51,7 +51,7 @@ def partitioned(weights: frozenset[int], budget: float | None) -> Iterator[None]
         def uuid(self) -> object:
             return None
 
-    class Operations(partitioners.OpTypes):  # type: ignore[misc]
+    class Operations(partitioners.OpTypes):
         def is_compute_intensive(self, node: fx.Node) -> bool:
             return bool(super().is_compute_intensive(node)) or _flops(node) > 0
 
@@ -76,7 +76,7 @@ def partitioned(weights: frozenset[int], budget: float | None) -> Iterator[None]
 
 
 def _tag(graph: fx.Graph, weights: frozenset[int]) -> None:
-    """Mark what is computed from weights alone to be recomputed, and random numbers to be saved."""
+    """Mark results computed from weights alone to be recomputed, and random numbers to be saved."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     of_weights: set[fx.Node] = set()

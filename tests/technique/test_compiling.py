@@ -164,7 +164,7 @@ def test_blocks_that_differ_in_their_number_share_a_compilation_unless_they_read
 
 
 def test_micro_batches_steps_and_evaluation_compile_nothing_again(compilations: list[object]) -> None:
-    """One graph of each pass, without a break: nothing of the block runs outside of what was compiled."""
+    """One graph of each pass, without a break: nothing of the block runs outside of the compiled code."""
     ran: list[str] = []
     with StaticFakeMode():
         block, optimizer_steps, micro_batches = Numbered(1, False), 3, 2
@@ -208,7 +208,7 @@ class Attending(nn.Module):
 
 
 def saved_bytes(block: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    """The result, and the bytes of what autograd saves that is no weight and no argument."""
+    """The result, and the bytes that autograd saves besides weights and arguments."""
     storages: dict[int, int] = {}
 
     def noted(tensor: Tensor) -> Tensor:
