@@ -5,8 +5,8 @@ weights that exist anyway. It counts some attention kernels, and operators of ot
 With a budget it may draw random numbers again.
 
 A budget is PyTorch's ``activation_memory_budget``: a knapsack chooses the cheapest operations to recompute, until the
-saved bytes are at most that share of those that the partitioner saves for speed alone. All names were checked on torch 2.13.0
-(``torch_private.CHECKED``).
+saved bytes are at most that share of those that the partitioner saves for speed alone. All names were checked
+on torch 2.13.0 (``torch_private.CHECKED``).
 
 The compiler takes seconds and 100 MB to import. So every function here imports what it needs.
 """
@@ -34,8 +34,8 @@ def partitioned(weights: frozenset[int], budget: float | None) -> Iterator[None]
     """Within it joint graphs are cut with a budget, and save no copy of the inputs at the positions ``weights``.
 
     Args:
-        budget: the share of the activations saved for speed alone that may be saved; None to recompute all but matrix products,
-            attention and reductions.
+        budget: the share of the activations saved for speed alone that may be saved; None to recompute all but matrix
+            products, attention and reductions.
     """
     from torch._functorch import config as functorch
     from torch._functorch import partitioners

@@ -208,7 +208,7 @@ class Attending(nn.Module):
 
 
 def saved_bytes(block: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    """The result, and the bytes that autograd saves besides weights and arguments."""
+    """The result, and the bytes of saved tensors that are no weight and no argument."""
     storages: dict[int, int] = {}
 
     def noted(tensor: Tensor) -> Tensor:
