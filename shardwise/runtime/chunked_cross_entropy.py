@@ -29,14 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.cross_entropy import log_sum_exp, softmax_gradient
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
 
 TOKEN_CHUNKS = 20
 """Chunks of tokens in fp32: with a few numbers per token, less than 1/16 of the logits."""
 
-FINE_CHUNKS = 52
-"""Chunks in 16 bits, which need up to three times their logits; at least so many, see ``_vocabulary_chunks``."""
+VOCABULARY_CHUNKS = 17
+"""Chunks of the vocabulary: with a few numbers per token, less than 1/16 of the logits. See ``_vocabulary_chunks``."""
 
 
 class LossHead(nn.Linear):
@@ -199,30 +200,27 @@ class _RecomputedLogits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        scale = (grads[0] * (labels != IGNORED)).unsqueeze(1)
-        wide = log_sums.dtype
-        to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
+        scale = grads[0] * (labels != IGNORED)
+        to_hidden = torch.zeros_like(hidden, dtype=log_sums.dtype) if needed[0] else None
         to_weight = torch.empty_like(weight) if needed[1] else None
         to_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
         for part in _vocabulary_chunks(weight.shape[0]):
             logits = nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
-            gradient = logits.to(wide).sub_(log_sums.unsqueeze(1)).exp_()
             index, inside = _position(labels, ctx.first + part.start, logits.shape[1])
-            gradient.scatter_add_(1, index, -inside.to(wide).unsqueeze(1)).mul_(scale)
-            rounded = logits.copy_(gradient)
+            softmax_gradient(logits, log_sums, index.squeeze(1), scale, scale * inside, logits)
             if to_hidden is not None:
-                to_hidden += rounded @ weight[part]
+                to_hidden += logits @ weight[part]
             if to_weight is not None:
-                torch.mm(rounded.t(), hidden, out=to_weight[part])
+                torch.mm(logits.t(), hidden, out=to_weight[part])
             if to_bias is not None:
-                to_bias[part] = gradient.sum(0)
-            del logits, gradient, rounded  # free them before the next chunk
+                to_bias[part] = logits.sum(0, dtype=log_sums.dtype)
+            del logits  # free it before the next chunk
         return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
 
 
 def _vocabulary_chunks(vocabulary: int) -> Iterator[slice]:
     """Chunks of the vocabulary. A tensor core needs rows of a multiple of 16 bytes, and fills tiles of 128 columns."""
-    size = -(-vocabulary // FINE_CHUNKS)
+    size = -(-vocabulary // VOCABULARY_CHUNKS)
     size -= size % next(unit for unit in (128, 8, 1) if unit <= size)
     for start in range(0, vocabulary, size):
         yield slice(start, min(start + size, vocabulary))
@@ -236,18 +234,15 @@ def _losses(
     The sum over the vocabulary is a running one.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    largest = hidden.new_full((hidden.shape[0],), -math.inf, dtype=wide)
-    sums, picked = torch.zeros_like(largest), torch.zeros_like(largest)
+    log_sums = hidden.new_full((hidden.shape[0],), -math.inf, dtype=wide)
+    picked = torch.zeros_like(log_sums)
     for part in _vocabulary_chunks(weight.shape[0]):
         logits = nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
         index, inside = _position(labels, vocabulary.start + part.start, logits.shape[1])
         picked += logits.gather(1, index).squeeze(1) * inside
-        exponentials = logits.to(wide)
-        most = torch.maximum(largest, exponentials.amax(1))
-        sums = sums * (largest - most).exp() + exponentials.sub_(most.unsqueeze(1)).exp_().sum(1)
-        largest = most
-        del logits, exponentials  # free them before the next chunk
-    whole, picked = vocabulary.combined(sums.log() + largest, picked)
+        log_sums = torch.logaddexp(log_sums, log_sum_exp(logits))
+        del logits  # free it before the next chunk
+    whole, picked = vocabulary.combined(log_sums, picked)
     return (whole - picked) * (labels != IGNORED), whole
 
 

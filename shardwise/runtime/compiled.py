@@ -65,6 +65,15 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
         block.forward = CompiledForward(block)
 
 
+def limit_saved(block: nn.Module, budget: float | None) -> bool:
+    """Limit what a block's compiled code saves (``CompiledForward.budget``). Whether anything of it is compiled."""
+    forwards = [module.forward for module in block.modules()]
+    compiled_parts = [forward for forward in forwards if isinstance(forward, CompiledForward)]
+    for forward in compiled_parts:
+        forward.budget = budget
+    return bool(compiled_parts)
+
+
 def parts_without(block: nn.Module, apart: Collection[nn.Module]) -> Iterator[nn.Module]:
     """The largest modules within ``block`` that contain none of ``apart``, and those of ``apart`` in it."""
     if block in apart or not any(module in apart for module in block.modules()):
@@ -98,6 +107,8 @@ class CompiledForward:
     """The forward method of one block.
 
     Attributes:
+        budget: the share of the activations saved for speed alone that may be saved; None to save results of matrix
+            products and attention, and small reductions.
         shares: equal for blocks that share their compilations; None before the first call.
     """
 
@@ -108,6 +119,7 @@ class CompiledForward:
         self._weights: list[tuple[dict[str, Any], str]] | None = None
         self._code: Any = None
         self._numbers: dict[Number, int] = {}
+        self.budget: float | None = 1.0
         self.shares: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,9 +133,9 @@ class CompiledForward:
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
         modes = tuple(map(code_of, function_modes()))
-        key = (self._code, call, planned_device(), modes, *map(_compilation_key, inputs))
+        key = (self._code, self.budget, call, planned_device(), modes, *map(_compilation_key, inputs))
         compilation = self._known(key) or self._compiled(key, inputs, call)
-        self.shares = self._code, tuple(compilation.numbers.items())
+        self.shares = self._code, self.budget, tuple(compilation.numbers.items())
         return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
 
     def _known(self, key: Any) -> _Compilation | None:
@@ -149,7 +161,7 @@ class CompiledForward:
         fake = isinstance(inputs[0], FakeTensor)
         try:
             with numbers_read(self._block, self._numbers) as read:
-                run = compiled(traced, inputs, _fused if fake else None)
+                run = compiled(traced, inputs, _fused if fake else None, self._positions, self.budget)
         except Exception as error:
             raise _cannot_compile(self._block, error) from error
         compilation = _Compilation(
@@ -162,6 +174,12 @@ class CompiledForward:
             gc.collect()  # graphs refer to themselves
             _seconds += time.perf_counter() - began
         return compilation
+
+    @property
+    def _positions(self) -> list[int]:
+        """Of the inputs of the graph that are parameters; buffers may change before the backward pass."""
+        slots = enumerate(self._weights or ())
+        return [position for position, (held, name) in slots if isinstance(held[name], nn.Parameter)]
 
     @contextmanager
     def _holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:

@@ -1,16 +1,21 @@
 """Cross-entropy of a large vocabulary without fp32 copies of the logits.
 
 ``F.cross_entropy(logits.float(), ...)`` needs 12 bytes per token and vocabulary entry at its peak: bf16 logits, their
-fp32 copy, the log-softmax and its gradient. Here the backward pass saves the logits and one number per token, and both
-passes convert one chunk of rows to fp32 at a time: 4 bytes in bf16, 8 in fp32. The arithmetic is unchanged, and the
-gradient is rounded to the logits' dtype once.
+fp32 copy, the log-softmax and its gradient. Here the backward pass saves the logits and one number per token. The
+arithmetic is unchanged, and the gradient is rounded to the logits' dtype once.
+
+Two operators read the logits, each in one pass: ``log_sum_exp`` and ``softmax_gradient``. They are one kernel each for
+the planner. CUDA compiles them to fused kernels. Elsewhere they take a few rows at a time, whose fp32 copy stays in the
+processor's cache: compiled kernels of a CPU are no faster (benchmarks/loss.py compares losses).
 
 With a sharded vocabulary, each rank has the logits of its classes (vocabulary.py). chunked_cross_entropy.py avoids the
-logits altogether.
+logits altogether, with the same operators.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +25,81 @@ from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Voc
 
 __all__ = ["IGNORED", "cross_entropies", "cross_entropy_sum"]
 
-LOGIT_CHUNKS = 16
-"""Temporary memory is the fp32 size of the logits divided by this."""
+_ELEMENTS = 2**17
+"""Elements whose fp32 copy fits into the cache: half a MiB."""
+
+
+# -- the operators ------------------------------------------------------------------------------------
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    return logits.to(_wide(logits)).logsumexp(1)
+
+
+def _softmax_gradient(logits: Tensor, log_sums: Tensor, index: Tensor, scale: Tensor, own: Tensor) -> Tensor:
+    """As PyTorch's compiler fuses it: the label's column is known by comparison."""
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    probability = (logits.to(_wide(logits)) - log_sums.unsqueeze(1)).exp() * scale.unsqueeze(1)
+    pulled = torch.where(columns == index.unsqueeze(1), probability - own.unsqueeze(1), probability)
+    return pulled.to(logits.dtype)
+
+
+def _log_sum_exp_by_rows(logits: Tensor) -> Tensor:
+    return torch.cat([_log_sum_exp(rows) for rows in logits.split(_rows_at_once(logits))])
+
+
+def _softmax_gradient_by_rows(
+    logits: Tensor, log_sums: Tensor, index: Tensor, scale: Tensor, own: Tensor, out: Tensor
+) -> None:
+    given = (log_sums.unsqueeze(1), index.unsqueeze(1), scale.unsqueeze(1), own.unsqueeze(1))
+    pieces = (tensor.split(_rows_at_once(logits)) for tensor in (logits, *given, out))
+    for rows, log_sum, label, weight, pull, target in zip(*pieces, strict=True):
+        probability = (rows - log_sum).exp_().mul_(weight)
+        target.copy_(probability.scatter_add_(1, label, -pull))
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, _ELEMENTS // logits.shape[1])
+
+
+def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at the first call, for all shapes at once."""
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
+    return lambda *given: compiled()(*given)
+
+
+def _write_softmax_gradient(*given: Tensor) -> None:
+    *operands, out = given
+    out.copy_(_softmax_gradient(*operands))
+
+
+_LOSS_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_LOSS_LIBRARY.define("log_sum_exp(Tensor logits) -> Tensor")
+_LOSS_LIBRARY.define(
+    "softmax_gradient(Tensor logits, Tensor log_sums, Tensor index, Tensor scale, Tensor own, Tensor(a!) out) -> ()"
+)
+_LOSS_LIBRARY.impl("log_sum_exp", _log_sum_exp_by_rows, "CompositeExplicitAutograd")
+_LOSS_LIBRARY.impl("softmax_gradient", _softmax_gradient_by_rows, "CompositeExplicitAutograd")
+_LOSS_LIBRARY.impl("log_sum_exp", _compiled_on_call(_log_sum_exp), "CUDA")
+_LOSS_LIBRARY.impl("softmax_gradient", _compiled_on_call(_write_softmax_gradient), "CUDA")
+torch.library.register_fake(
+    "shardwise::log_sum_exp",
+    lambda logits: logits.new_empty(logits.shape[0], dtype=_wide(logits)),
+    lib=_LOSS_LIBRARY,
+)
+torch.library.register_fake("shardwise::softmax_gradient", lambda *given: None, lib=_LOSS_LIBRARY)
+
+log_sum_exp = torch.ops.shardwise.log_sum_exp
+"""log sum exp of each row of logits [n, v]: fp32 [n] (fp64 of fp64)."""
+softmax_gradient = torch.ops.shardwise.softmax_gradient
+"""Write scale exp(logit - log_sum), less ``own`` in column ``index`` of each row, to ``out`` [n, v] (or the logits)."""
+
+
+# -- the loss -----------------------------------------------------------------------------------------
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -29,30 +107,20 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         index, here = vocabulary.local_index(labels)
         counted = labels != IGNORED if vocabulary.sharded else here
-        index = index.unsqueeze(1)
-        rows = max(1, -(-logits.shape[0] // LOGIT_CHUNKS))
-        log_sums = torch.cat([chunk.to(wide).logsumexp(1) for chunk in logits.split(rows)])
-        picked = logits.gather(1, index).squeeze(1).to(wide)
+        log_sums = log_sum_exp(logits)
+        picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).to(log_sums.dtype)
         if vocabulary.sharded:
             log_sums, picked = vocabulary.combined(log_sums, picked * here)
         ctx.save_for_backward(logits, index, counted, here, log_sums)
-        ctx.rows, ctx.sharded = rows, vocabulary.sharded
         return (log_sums - picked) * counted
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, index, counted, here, log_sums = ctx.saved_tensors
-        scale = (grads[0] * counted).unsqueeze(1)
-        pull = (grads[0] * here).unsqueeze(1) if ctx.sharded else scale
         gradient = torch.empty_like(logits)
-        pieces = (t.split(ctx.rows) for t in (logits, index, scale, pull, log_sums.unsqueeze(1), gradient))
-        for chunk, label, weight, own, log_sum, out in zip(*pieces, strict=True):
-            probability = (chunk - log_sum).exp_()
-            probability.mul_(weight).scatter_add_(1, label, -own)
-            out.copy_(probability)
+        softmax_gradient(logits, log_sums, index, grads[0] * counted, grads[0] * here, gradient)
         return gradient, None, None
 
 

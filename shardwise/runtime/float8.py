@@ -5,14 +5,18 @@ row, and which product may use fast accumulation. Scales are dynamic, dtype.max 
 2^18 times smaller than the maximum become zero (e4m3). The backward pass saves the input and the weight in the compute
 dtype and casts them again.
 
-Refused: torchao's own layer. Uncompiled it moves 31 bytes per cast element, more than 8 bits save; compiled, the
-compiler chooses the saved tensors, so no plan could count them. Here only the two steps of a cast are compiled, on
-accelerators, and one cast moves 5 bytes per element. A test compares the layers.
+In a compiled block scales and casts are traced as plain operations. Inductor fuses them with their neighbours, such as
+a norm or an activation, and with one scale per tensor the layer saves its input in 8 bits. Weights are cast again in
+the backward pass (torch_private_partitioner.py), so ZeRO 3 keeps no copy of them. Elsewhere only the two steps of a
+cast are compiled, on accelerators: then one cast moves 5 bytes per element.
+
+Refused: torchao's own layer. Uncompiled it moves 31 bytes per cast element, more than 8 bits save. A test compares the
+layers.
 
 ``scale``, ``cast`` and ``product`` are dispatcher operators, one kernel each for the planner. A device without 8-bit
 products (a CPU) runs ``EMULATED``. The inner dim of a product must be a multiple of 16, so transposed casts pad the
 tokens with zeros. Casts contain no minimum or maximum: Triton miscompiles them next to 8-bit stores
-(triton-lang/triton#11111).
+(triton-lang/triton#11111). In compiled blocks torch_private_compiler.py writes those of neighbours as comparisons.
 
 Legend: M tokens, K width in, N width out.
 """
@@ -33,6 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shardwise.core.errors import RecipeError
 from shardwise.core.extras import install
 from shardwise.core.quiet_torchao import quiet_torchao
+from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.torch_private import scaled_product
 
@@ -87,7 +92,8 @@ def _float8_scale(
 ) -> tuple[Tensor, Tensor]:
     """(factor that maps x [rows, columns] into the range of ``dtype``, its inverse), [1, 1] or along ``dim``."""
     largest = torch.linalg.vector_norm(x, math.inf, dim, keepdim=True).double()
-    scale = (torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)).float()
+    # No clamp, see above; a comparison with NaN is false, so NaN stays.
+    scale = (torch.finfo(dtype).max / torch.where(largest < _SMALLEST, _SMALLEST, largest)).float()
     if power_of_two:
         scale = torch.exp2(torch.floor(torch.log2(scale)))
     return scale, scale.reciprocal()
@@ -101,6 +107,14 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Ten
     if missing := -x.shape[0] % FLOAT8_ALIGNMENT:
         scaled = F.pad(scaled, (0, 0, 0, missing))
     return scaled.t().to(dtype, memory_format=torch.contiguous_format)
+
+
+def _traced_cast(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """``_cast`` for a graph. Both casts of a tensor with one scale have the 8-bit values in common, to be saved."""
+    if not transposed:
+        return (x * scale).to(dtype)
+    missing = -x.shape[0] % FLOAT8_ALIGNMENT
+    return F.pad((x * scale).to(dtype).t(), (0, missing)).contiguous()
 
 
 def _product(
@@ -178,6 +192,10 @@ scale = torch.ops.shardwise.float8_scale
 cast = torch.ops.shardwise.float8_cast
 float8_product = torch.ops.shardwise.float8_product
 
+_STEPS = scale, cast
+_TRACED_STEPS = _float8_scale, _traced_cast
+"""Both steps of a cast, as operators and as what a compiled block traces."""
+
 
 @register_flop_formula(float8_product)
 def _product_flops(a: torch.Size, a_inverse: Any, b: torch.Size, *_: object, **__: object) -> int:
@@ -192,6 +210,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: Scaling) -> Tensor:
+        scale, cast = ctx.steps = _TRACED_STEPS if is_traced() else _STEPS
         flat = x.reshape(-1, x.shape[-1])
         of_x = scale(flat, how.operand, how.along(1), how.power_of_two)
         of_w = scale(weight, how.operand, how.along(1), how.power_of_two)
@@ -211,6 +230,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, *scales = ctx.saved_tensors
         how: Scaling = ctx.how
+        scale, cast = ctx.steps
         dy = gradients[0].reshape(-1, weight.shape[0])
         of_dy = scale(dy, how.gradient, how.along(1), how.power_of_two)
         dx = dw = None

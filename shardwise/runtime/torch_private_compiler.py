@@ -9,8 +9,9 @@ The compiler takes seconds and 100 MB to import. So every function here imports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime.torch_private import FakeTensorMode, without_modes
+from shardwise.runtime.torch_private_partitioner import partitioned
 
 Function = Callable[..., tuple[Any, ...]]
 """From tensors to tensors."""
@@ -38,13 +40,21 @@ class _Traced(nn.Module):
         return self.function(*inputs)
 
 
-def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., None] | None) -> Function:
+def compiled(
+    function: Function,
+    like: Sequence[Tensor],
+    kernel: Callable[..., None] | None,
+    weights: Collection[int] = (),
+    budget: float | None = 1.0,
+) -> Function:
     """Both passes of ``function``, compiled by AOTAutograd and inductor.
 
     The joint graph is traced on fake tensors with the shapes, strides, dtypes and devices of ``like``, and is cut by
-    the min-cut partitioner. Nothing of ``function`` is needed afterwards.
+    the min-cut partitioner (torch_private_partitioner.py). Nothing of ``function`` is needed afterwards.
 
     Args:
+        weights: positions of inputs that exist until the backward pass in any case.
+        budget: what the partitioner may save, see there.
         kernel: called with the tensors of every generated kernel in its place. Then no kernel is compiled, and the
             result runs on fake tensors; its allocations, frees, library calls and kernels are those of the real code.
     """
@@ -55,6 +65,7 @@ def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., N
         stack.enter_context(without_modes())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_compile_options(real=kernel is None))
+        stack.enter_context(partitioned(frozenset(weights), budget))
         inputs = _fakes(like)
         if kernel is not None:
             stack.enter_context(_without_kernels(kernel))
@@ -80,16 +91,25 @@ def _compile_options(real: bool) -> Iterator[None]:
 
     ``real``: kernels are compiled. Inductor compiles a program to find the CPU's vector instructions, 8 seconds once.
     Without kernels it writes scalar code: that is half of the time, and vectors change no buffer
-    (tests/technique/test_compiling.py).
+    (tests/technique/test_compiling.py). Triton kernels have comparisons in the place of minimum and maximum, next to
+    which it stores wrong 8-bit values (triton-lang/triton#11111). torch 2.13 has them on NVIDIA GPUs alone.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
+    from torch._inductor.codegen.triton import TritonOverrides
 
     with (
+        mock.patch.object(TritonOverrides, "minimum", staticmethod(partial(_extreme, "<"))),
+        mock.patch.object(TritonOverrides, "maximum", staticmethod(partial(_extreme, ">"))),
         inductor.patch({"compile_threads": 1, "fx_graph_cache": real, **({} if real else _SCALAR)}),
         functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
     ):
         yield
+
+
+def _extreme(sign: str, a: object, b: object) -> str:
+    """Triton's expression of a minimum or maximum, with NaN where an operand is NaN."""
+    return f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})"
 
 
 _SCALAR = {"cpp.vec_isa_ok": True, "cpp.simdlen": 1}

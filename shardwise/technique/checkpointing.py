@@ -13,6 +13,8 @@
     budget:F   keeps at most the share F of a block's activations, and its input: those that save the most recomputation
                (runtime/recompute/budget.py). 0 is full, 1 is none
 
+Compiled blocks do ``selective`` and ``budget:F`` within their compiled code (runtime/compiled.py).
+
 docs/concepts/activation-memory.md counts what each keeps and costs. All are non-reentrant, so they work with frozen
 weights and leave gradients bit-identical. Generator states are restored before recomputation, so dropout is the same.
 
@@ -76,6 +78,7 @@ class Checkpointing(Wrapping):
 
 def _wrapped(kind: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The module in the place of each block: its wrapper, or the block itself."""
+    from shardwise.runtime.compiled import limit_saved
     from shardwise.runtime.recompute.budget import within_budget
     from shardwise.runtime.recompute.selective import selective_contexts
     from shardwise.runtime.torch_private import checkpoint_wrapper
@@ -87,7 +90,10 @@ def _wrapped(kind: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     if (share := BUDGET.number(kind)) is not None:
         return within_budget(blocks, share)
     if kind == "selective":
-        return [checkpoint_wrapper(block, context_fn=selective_contexts) for block in blocks]
+        return [
+            block if limit_saved(block, None) else checkpoint_wrapper(block, context_fn=selective_contexts)
+            for block in blocks
+        ]
     # The first of every K, not the last: the backward pass then frees a block before it needs room to
     # run one again.
     every = EVERY.number(kind) or 1

@@ -7,12 +7,14 @@
 The dry run takes the same graph through the same partitioner and scheduler and runs the generated code on fake tensors.
 So saved activations and the buffers of fused kernels are counted. A fused kernel moves its inputs and outputs once.
 
-It comes before checkpointing, which recomputes a compiled block as a whole, and before sharding: FSDP2 gathers weights
-outside of the compiled code. Modules that are FSDP groups within a block, such as divided experts, are compiled on
-their own, and so are the parts around them.
+It comes before checkpointing, which recomputes a compiled block as a whole, or tells the partitioner what it may save
+(``selective``, ``budget:F``). It comes before sharding, too: FSDP2 gathers weights outside of the compiled code.
+Modules that are FSDP groups within a block, such as divided experts, are compiled on their own, and so are the parts
+around them.
 
 Refused: the whole model in one graph, which takes longer to compile with each layer and hides the blocks from FSDP2 and
-from stages; selective checkpointing and budgets of blocks, because the compiler chooses what a compiled block saves.
+from stages; and CUDA graphs of a step. They replay kernels on fixed addresses, but FSDP2 gathers weights into memory
+that it allocates anew, between blocks and on streams of its own; and no plan counts a graph's private pool of memory.
 """
 
 from __future__ import annotations
@@ -24,8 +26,6 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.recipe.sections import Recipe
 from shardwise.technique.base import Wrapping
-from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
-from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
@@ -52,11 +52,6 @@ def _on_this_machine(recipe: Recipe) -> bool:
     return recipe.cluster.device in (None, "cpu") and recipe.cluster.preset is None
 
 
-def _chosen_by_two(case: Case) -> bool:
-    kind = case.strategy[ACTIVATION_CHECKPOINTING]
-    return _compiles(case) and (kind == "selective" or BUDGET.number(kind) is not None)
-
-
 def _compiles(case: Case) -> bool:
     return case.strategy[COMPILE] == "block"
 
@@ -70,18 +65,6 @@ RULES: tuple[Rule, ...] = (
         key="compile",
         reason="no C++ compiler was found (g++, clang++, or the one that CXX names)",
         broken=lambda case: _compiles(case) and _on_this_machine(case.recipe) and not has_cpp_compiler(),
-        nearest=_not_compiled,
-    ),
-    Rule(
-        key="compile",
-        reason="the compiler chooses what a compiled block saves, and so do selective checkpointing and budgets",
-        broken=_chosen_by_two,
-        nearest=_not_compiled,
-    ),
-    Rule(
-        key="compile",
-        reason="the compiler does not know the operators of 8-bit casts",
-        broken=lambda case: _compiles(case) and case.strategy[PRECISION] == "fp8",
         nearest=_not_compiled,
     ),
     Rule(

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.core.errors import RecipeError
 from shardwise.dryrun.tracker import Tracker
+from shardwise.runtime import cross_entropy
 from shardwise.runtime.chunked_cross_entropy import LossHead, linear_cross_entropy_sum
 from shardwise.runtime.cross_entropy import IGNORED, cross_entropy_sum
 from shardwise.runtime.language_loss import language_loss, valid_targets
@@ -81,6 +82,21 @@ def test_16_bits_round_no_more_than_the_plain_loss(dtype: torch.dtype) -> None:
     chunked, usual = loss_and_gradients(linear_cross_entropy_sum, values), loss_and_gradients(whole, values)
     for one, other, right in zip(chunked, usual, expected, strict=True):
         assert relative(one, right) <= 1.5 * relative(other, right) + 1e-6
+
+
+@pytest.mark.long
+def test_the_compiled_operators_compute_what_those_by_rows_do() -> None:
+    """The same compiler as on CUDA, another back end; the gradient replaces the logits."""
+    values = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    index, scale = torch.arange(40), torch.linspace(0, 1, 40)
+    log_sums = cross_entropy.log_sum_exp(values)
+    compiled = cross_entropy._compiled_on_call(cross_entropy._log_sum_exp)(values)
+    torch.testing.assert_close(compiled, log_sums)
+    by_rows, fused = values.clone(), values.clone()
+    cross_entropy.softmax_gradient(by_rows, log_sums, index, scale, scale, by_rows)
+    write = cross_entropy._compiled_on_call(cross_entropy._write_softmax_gradient)
+    write(fused, log_sums, index, scale, scale, fused)
+    torch.testing.assert_close(fused, by_rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,7 +175,7 @@ def test_products_in_16_bits_fill_tiles_of_a_tensor_core(vocab: int) -> None:
         linear_cross_entropy_sum(hidden, weight, None, torch.arange(4)).backward()
     del columns[8]  # products that give the gradient of the hidden states
     ragged = [count for width, count in columns.items() if width % 128]
-    assert columns.total() >= 2 * 52 and sum(ragged) <= 2
+    assert columns.total() >= 2 * 17 and sum(ragged) <= 2
 
 
 def test_a_model_that_changes_its_logits_is_refused() -> None:

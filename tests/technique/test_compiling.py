@@ -17,7 +17,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
-from shardwise.runtime import compiled, torch_private_compiler
+from shardwise.runtime import compiled, torch_private, torch_private_compiler
 from shardwise.runtime.torch_private_fake import StaticFakeMode
 from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
 from shardwise.technique.compiling import COMPILE
@@ -163,6 +163,24 @@ def test_blocks_that_differ_in_their_number_share_a_compilation_unless_they_read
     assert {type(block) for block in blocks} == {Numbered}
 
 
+def test_micro_batches_steps_and_evaluation_compile_nothing_again(compilations: list[object]) -> None:
+    """One graph of each pass, without a break: nothing of the block runs outside of the compiled code."""
+    ran: list[str] = []
+    with StaticFakeMode():
+        block, optimizer_steps, micro_batches = Numbered(1, False), 3, 2
+        block.layer.register_forward_hook(lambda *_: ran.append("layer"))
+        compiled.compile_blocks([block])
+        for _ in range(optimizer_steps):
+            for _ in range(micro_batches):
+                block(torch.ones(2, 8)).sum().backward()
+            ran.clear()
+            with torch.no_grad():
+                block(torch.ones(3, 8))  # evaluation, of another shape
+            assert ran == ["layer"]
+        block(torch.ones(2, 8))
+    assert len(compilations) == 1 and ran == ["layer"]
+
+
 def test_each_block_computes_with_the_number_that_it_reads() -> None:
     """Real kernels; the second call finds both compilations."""
     blocks = [Numbered(number, reads=True) for number in (2, 5)]
@@ -171,6 +189,76 @@ def test_each_block_computes_with_the_number_that_it_reads() -> None:
     compiled.compile_blocks(blocks)
     for _ in "12":
         torch.testing.assert_close([block(x) for block in blocks], expected)
+
+
+class Attending(nn.Module):
+    """Attention and a gated layer, in fp64."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        sizes = (width, 3 * width), (width, 4 * width), (2 * width, width)
+        self.qkv, self.up, self.down = (nn.Linear(*size, bias=False, dtype=torch.float64) for size in sizes)
+        self.norm = nn.RMSNorm(width, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).transpose(1, 3).unbind(2)
+        x = x + nn.functional.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+def saved_bytes(block: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """The result, and the bytes of saved tensors that are no weight and no argument."""
+    storages: dict[int, int] = {}
+
+    def noted(tensor: Tensor) -> Tensor:
+        storages[torch_private.storage_key(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        result = block(x)
+    for given in (x, *block.parameters()):
+        storages.pop(torch_private.storage_key(given.untyped_storage()), None)
+    return result, sum(storages.values())
+
+
+def test_a_compiled_block_saves_less_as_its_budget_falls_and_as_much_as_is_planned() -> None:
+    """Real tensors and real kernels against fakes; gradients against those of the plain block.
+
+    None is selective: no product and no attention is recomputed.
+    """
+    torch.manual_seed(1)
+    block, weights = Attending(), torch.randn(2, 32, 32, dtype=torch.float64)
+    x = torch.randn_like(weights, requires_grad=True)
+
+    def gradients(result: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad((result * weights).sum(), [x, *block.parameters()]))
+
+    exact, fakes = gradients(block(x)), {}
+    compiled.compile_blocks([block])
+    compiled.limit_saved(block, 0.3)
+    result, real = saved_bytes(block, x)
+    assert all((a - b).abs().max() <= 1e-10 for a, b in zip(gradients(result), exact, strict=True))
+    with StaticFakeMode():
+        fake, fake_x = Attending(), torch.empty(x.shape, dtype=x.dtype, requires_grad=True)
+        compiled.compile_blocks([fake])
+        for budget in (1.0, None, 0.3, 0.0):
+            compiled.limit_saved(fake, budget)
+            fakes[budget] = saved_bytes(fake, fake_x)[1]
+    assert real == fakes[0.3]
+    assert list(fakes.values()) == sorted(set(fakes.values()), reverse=True), fakes
+
+
+def test_a_block_that_recomputes_everything_drops_the_same_values_again() -> None:
+    block = nn.Sequential(nn.Linear(16, 256, bias=False), nn.Dropout(0.5))
+    compiled.compile_blocks([block])
+    compiled.limit_saved(block, 0.0)
+    x = torch.ones(8, 16)
+    result = block(x)
+    result.sum().backward()
+    [weight] = block.parameters()
+    kept = (result != 0).sum(0)  # each adds 2 to every element of its row of the gradient
+    torch.testing.assert_close(weight.grad, 2.0 * kept.unsqueeze(1).expand(-1, 16))
 
 
 def test_a_compiled_block_is_one_word_of_the_strategy() -> None:
@@ -186,9 +274,6 @@ def test_true_and_false_stand_for_words(written: object, meant: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"activation_checkpointing": "selective"},
-        {"activation_checkpointing": "budget:0.4"},
-        {"precision": "fp8"},
         {"pipeline_parallel": 2, "pipeline_schedule": "zero_bubble"},
         {"pipeline_parallel": 2, "pipeline_schedule": "pipedream"},
         {"tensor_parallel": 2, "tensor_sequence_parallel": "regathered"},

@@ -22,8 +22,9 @@ from shardwise.planner.predict import predict
 from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.runtime import float8
+from shardwise.runtime import compiled, float8
 from shardwise.runtime.float8 import EMULATED, Float8Linear, Scaling, scaling_named
+from shardwise.runtime.torch_private_fake import StaticFakeMode
 from shardwise.technique import SETTINGS, broken_rules, refuse_unsupported, strategy_from
 from shardwise.technique.float8 import can_run, gains
 from tests.harness.corpora import EVEN
@@ -165,6 +166,63 @@ def test_the_compiled_steps_of_a_cast_change_no_bit(name: str) -> None:
         found, wanted = compiled(x, *rest), EMULATED[name](x, *rest)
         pairs = zip(found, wanted, strict=True) if name == "float8_scale" else [(found, wanted)]
         assert all(torch.equal(a.float(), b.float()) for a, b in pairs)
+
+
+class Normed(nn.Module):
+    """A layer after a norm."""
+
+    def __init__(self, how: Scaling, columns: int = 512, rows: int = 256) -> None:
+        super().__init__()
+        linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+        self.norm, self.linear = nn.RMSNorm(columns, dtype=torch.bfloat16), Float8Linear(linear, how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+def test_a_compiled_layer_is_as_close_to_fp32_as_an_uncompiled_one() -> None:
+    """Each within the bounds above: a norm that is fused with a cast is not rounded to bf16 in between."""
+    torch.manual_seed(1)
+    block, x, gradient = Normed(scaling_named("tensorwise")), normal(120, 512), normal(120, 256)
+    exact = nn.Sequential(nn.RMSNorm(512), nn.Linear(512, 256, bias=False))
+    exact.load_state_dict(dict(zip(exact.state_dict(), block.state_dict().values(), strict=True)))
+    wanted = passed(exact, x.float(), gradient.float())
+    compiled.compile_blocks([block])
+    found = passed(block, x, gradient)
+    assert all(difference(a, b) < 0.07 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_compiled_layer_saves_its_input_in_8_bits_with_one_scale_and_no_copy_of_its_weight(
+    name: str,
+) -> None:
+    saved: list[Tensor] = []
+    with StaticFakeMode():
+        block, x = (
+            Normed(scaling_named(name)),
+            torch.empty(120, 512, dtype=torch.bfloat16, requires_grad=True),
+        )
+        compiled.compile_blocks([block])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+            block(x)
+    large = {(t.dtype, t.numel()) for t in saved if t.numel() > 512}
+    own = {(torch.bfloat16, x.numel()), (torch.bfloat16, block.linear.weight.numel())}
+    assert large == own | ({(E4M3, x.numel())} if name == "tensorwise" else set())
+
+
+def test_a_plan_with_compiled_blocks_counts_8_bit_products_and_no_step_of_a_cast() -> None:
+    recipe, cluster = a_recipe(), dataclasses.replace(h100("llama-3-8b")[1], devices_per_node=1)
+    runs = [
+        dry_run(recipe, blueprint_of(recipe), strategy_from({"compile": "block", **settings}), cluster)
+        for settings in ({"precision": "fp8", "fp8_layers": "all"}, {"precision": "bf16"})
+    ]
+    fp8, bf16 = runs
+    names = {
+        kernel.operation for kernel in fp8.cost.kernels if kernel.operation.startswith("shardwise::float8")
+    }
+    assert names == {"shardwise::float8_product"}
+    assert fp8.cost.flops == bf16.cost.flops
+    assert fp8.peak.ledger.activations < bf16.peak.ledger.activations
 
 
 # -- which layers --------------------------------------------------------------------------------------

@@ -169,16 +169,8 @@ def _checkpointing_facts(draft: Draft) -> None:
 
 
 def _compile(draft: Draft) -> None:
-    """Compiled blocks, where precision and checkpointing leave them to the compiler."""
-    checkpointing = str(draft.values.get("strategy.activation_checkpointing"))
-    if not draft.facts.get("compile"):
-        return
-    if draft.values.get("strategy.precision") == "fp8":
-        draft.lose("compile", "the compiler does not know 8-bit casts: precision: fp8 is not compiled")
-    elif checkpointing == "selective" or checkpointing.startswith("budget"):
-        why = f"activation_checkpointing: {checkpointing} is not compiled; none, full and every:K are"
-        draft.lose("compile", why)
-    else:
+    """Compiled blocks."""
+    if draft.facts.get("compile"):
         draft.put("strategy.compile", "block", "compile")
 
 

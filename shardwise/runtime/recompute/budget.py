@@ -12,7 +12,8 @@ Random operations run again with the same state of their generator, so their res
 Collectives and batch norms run only once, so their results are always kept.
 
 A recorder that replays single operations on demand took 0 to 5 % less peak memory at equal FLOPs, for 500 more lines
-(docs/concepts/activation-memory.md). ``torch._functorch.config.activation_memory_budget`` needs torch.compile.
+(docs/concepts/activation-memory.md). A compiled block recomputes within its compiled code: the partitioner gets the
+budget instead (torch_private_partitioner.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.runtime.compiled import limit_saved
 from shardwise.runtime.flops import flops_of, tensor_bytes
 from shardwise.runtime.recompute.calls import Saving
 from shardwise.runtime.recompute.knapsack import Item, best
@@ -48,11 +50,14 @@ _UNFILLED = ("aten::empty", "aten::new_empty")
 
 
 def within_budget(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
-    """Wrap the blocks. Each wrapper keeps at most ``share`` of its block's activations; 0 <= share <= 1."""
+    """Wrap blocks that are not compiled. Each keeps at most ``share`` of its activations; 0 <= share <= 1."""
     if share == 1:
         return list(blocks)
     chosen: dict[Any, frozenset[OperationCall]] = {}
-    return [Segment([block], Budget(block, share, chosen)).members[0] for block in blocks]
+    return [
+        block if limit_saved(block, share) else Segment([block], Budget(block, share, chosen)).members[0]
+        for block in blocks
+    ]
 
 
 class Budget:
