@@ -6,7 +6,7 @@ arithmetic is unchanged, and the gradient is rounded to the logits' dtype once.
 
 Two operators read the logits, each in one pass: ``log_sum_exp`` and ``softmax_gradient``. They are one kernel each for
 the planner. CUDA compiles them to fused kernels. Elsewhere they take a few rows at a time, whose fp32 copy stays in the
-processor's cache: compiled kernels of a CPU are no faster (benchmarks/loss.py compares losses).
+processor's cache (benchmarks/loss.py compares losses).
 
 With a sharded vocabulary, each rank has the logits of its classes (vocabulary.py). chunked_cross_entropy.py avoids the
 logits altogether, with the same operators.
