@@ -172,6 +172,7 @@ def test_no_mask_is_planned_where_the_kernel_takes_offsets(settings: dict[str, A
     packed, plain = (planned(packing, preset, **settings) for packing in (True, False))
     extra = packed.peak.bytes - plain.peak.bytes
     positions, angles, starts = 2 * ROW * 8, 2 * ROW * 64 * 2, 2 * 2 * 4 * ROW // 128 + 4
+    starts += 2 * 8  # the generator's state, which the kernel for offsets saves and cuDNN's does not
     assert extra <= positions + angles + starts
     assert extra <= 2 * ROW * ROW * 2 // 100
     assert attention_of(packed)[0] == {"aten::_flash_attention_forward", "aten::_flash_attention_backward"}

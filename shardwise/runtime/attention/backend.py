@@ -74,8 +74,10 @@ class AttentionCall:
 
 def call_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool
-) -> AttentionCall:
-    """q [b, a, s, d]; k, v [b, k, t, d]."""
+) -> AttentionCall | None:
+    """q [b, a, s, d]; k, v [b, k, t, d]. None for other numbers of dims, which have no kernel but math."""
+    if query.dim() != 4:
+        return None
     return AttentionCall(
         query.dtype,
         *(query.shape[1], key.shape[1], query.shape[2], key.shape[2], query.shape[3], value.shape[3]),
@@ -125,6 +127,8 @@ cuDNN would take. Flash attention pads head widths that are no multiples of 8.""
 
 
 @lru_cache(maxsize=1024)
-def usable_backends(call: AttentionCall, order: Order) -> Order:
+def usable_backends(call: AttentionCall | None, order: Order) -> Order:
     """Those of ``order`` that take the call, and math."""
+    if call is None:
+        return (MATH,)
     return (*(name for name in order if _TAKES[name](call)), MATH)

@@ -74,10 +74,14 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Takes the arguments of SDPA."""
-    call = call_of(query, key, value, attn_mask, dropout_p, is_causal)
     order = _orders[query.device.type]
-    trains = torch.is_grad_enabled()  # generation makes a call of another length for each token
-    names = _trusted_backends(call, query.device, order) if trains else usable_backends(call, order)
+    call = call_of(query, key, value, attn_mask, dropout_p, is_causal)
+    if (
+        call is None or not torch.is_grad_enabled()
+    ):  # generation makes a call of another length for each token
+        names = usable_backends(call, order)
+    else:
+        names = _trusted_backends(call, query.device, order)
     operands = query, key, value, attn_mask, dropout_p, is_causal
     if kind_of(query.device) is HOST and names[0] != MATH:  # whose one fused kernel PyTorch prefers
         return attention_by_default(*operands, scale=scale, enable_gqa=enable_gqa)
