@@ -173,6 +173,7 @@ FURTHER: list[tuple[int, dict[str, Any], str, str]] = [
     (4, HYBRID | {"precision": "bf16", "master_weights": False}, "adamw", "llama"),
     (2, ON_HOST | {"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}, "adamw", "llama"),
     (1, ON_HOST | {"activation_checkpointing": "budget:0.4"}, "adamw", "llama"),
+    (1, ROWS_OF_8_BITS | {"compile": "block"}, "adamw", "llama"),
     (2, {"offload": "activations", "activation_checkpointing": "budget:0.4"}, "adamw", "llama"),
     (1, HALF_ON_HOST, "adamw", "llama"),
     (8, HYBRID | SPLIT, "adamw", "llama"),

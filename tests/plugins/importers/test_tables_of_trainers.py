@@ -197,7 +197,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"float8": {"enable_float8_linear": True}}, {"strategy.precision": "fp8"}),
     ({"compile": {"enable": True}}, {"strategy.compile": "block"}),
     ({"training": {"compile": True}}, {"strategy.compile": "block"}),
-    ({"compile": {"enable": True}, "model": {"converters": ["float8"]}}, {"strategy.compile": None}),
+    ({"compile": {"enable": True}, "model": {"converters": ["float8"]}}, {"strategy.compile": "block"}),
     ({"checkpoint": {"interval": 20}}, {"checkpoint.every": None}),  # off, unless it is enabled
     ({"checkpoint": {"enable": True, "interval": 20}}, {"checkpoint.every": 20}),
     ({"checkpoint": {"enable_checkpoint": True}}, {"checkpoint.every": 500}),
