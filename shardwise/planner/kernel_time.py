@@ -40,8 +40,9 @@ _BACKWARD_SPEED = 0.75
 """Speed of attention's backward kernel relative to its forward kernel (Dao 2023, arXiv:2307.08691, section 4.1)."""
 
 _CUDNN_SPEED = 600 / 370
-"""Speed of cuDNN's attention relative to FlashAttention-2, of which profiles have the efficiency: 8,192 tokens, heads
-of 128, on H100 (Shah et al. 2024, arXiv:2407.08608, figure 5)."""
+"""Speed of cuDNN's attention over that of FlashAttention-2. The ``efficiency.attention`` of a profile is that of
+FlashAttention-2. Measured on an H100 with 8,192 tokens and heads of 128 (Shah et al. 2024, arXiv:2407.08608, figure 5).
+"""
 
 _MANY = ("aten::_foreach", "aten::_fused")
 """Operations on lists, which are counted once per tensor and launched once."""

@@ -19,10 +19,11 @@ The price is that a block must not branch on a tensor's value, nor change its ow
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +97,17 @@ def compiled_as(block: nn.Module) -> object:
 def seconds_compiling() -> float:
     """Seconds that this process has spent compiling."""
     return _seconds
+
+
+def compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors that ``torch.compile`` compiles at its first call, for all shapes at once."""
+
+    @functools.cache
+    def compiled_function() -> Callable[..., Any]:
+        return torch.compile(function, dynamic=True)
+
+    # Detached, so that a trainable weight and an input share one compilation.
+    return lambda first, *rest: compiled_function()(first.detach(), *rest)
 
 
 def is_traced() -> bool:

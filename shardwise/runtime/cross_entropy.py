@@ -4,9 +4,9 @@
 fp32 copy, the log-softmax and its gradient. Here the backward pass saves the logits and one number per token. The
 arithmetic is unchanged, and the gradient is rounded to the logits' dtype once.
 
-Two operators read the logits, each in one pass: ``log_sum_exp`` and ``softmax_gradient``. They are one kernel each for
-the planner. CUDA compiles them to fused kernels. Elsewhere they take a few rows at a time, whose fp32 copy stays in the
-processor's cache (benchmarks/loss.py compares losses).
+Two operators read the logits: ``log_sum_exp`` and ``softmax_gradient``. Each reads them once. The planner counts each
+as one kernel, and on CUDA ``torch.compile`` fuses each to one. Elsewhere they take a few rows at a time, whose fp32
+copy stays in the processor's cache (benchmarks/loss.py compares losses).
 
 With a sharded vocabulary, each rank has the logits of its classes (vocabulary.py). chunked_cross_entropy.py avoids the
 logits altogether, with the same operators.
@@ -14,13 +14,12 @@ logits altogether, with the same operators.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.runtime.compiled import compiled_on_call
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
 
 __all__ = ["IGNORED", "cross_entropies", "cross_entropy_sum"]
@@ -51,8 +50,8 @@ def _log_sum_exp_by_rows(logits: Tensor) -> Tensor:
 def _softmax_gradient_by_rows(
     logits: Tensor, log_sums: Tensor, index: Tensor, scale: Tensor, own: Tensor, out: Tensor
 ) -> None:
-    given = (log_sums.unsqueeze(1), index.unsqueeze(1), scale.unsqueeze(1), own.unsqueeze(1))
-    pieces = (tensor.split(_rows_at_once(logits)) for tensor in (logits, *given, out))
+    per_row = (log_sums.unsqueeze(1), index.unsqueeze(1), scale.unsqueeze(1), own.unsqueeze(1))
+    pieces = (tensor.split(_rows_at_once(logits)) for tensor in (logits, *per_row, out))
     for rows, log_sum, label, weight, pull, target in zip(*pieces, strict=True):
         probability = (rows - log_sum).exp_().mul_(weight)
         target.copy_(probability.scatter_add_(1, label, -pull))
@@ -66,14 +65,8 @@ def _rows_at_once(logits: Tensor) -> int:
     return max(1, _ELEMENTS // logits.shape[1])
 
 
-def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call, for all shapes at once."""
-    compiled = functools.cache(lambda: torch.compile(function, dynamic=True))
-    return lambda *given: compiled()(*given)
-
-
-def _write_softmax_gradient(*given: Tensor) -> None:
-    *operands, out = given
+def _write_softmax_gradient(*arguments: Tensor) -> None:
+    *operands, out = arguments
     out.copy_(_softmax_gradient(*operands))
 
 
@@ -84,14 +77,14 @@ _LOSS_LIBRARY.define(
 )
 _LOSS_LIBRARY.impl("log_sum_exp", _log_sum_exp_by_rows, "CompositeExplicitAutograd")
 _LOSS_LIBRARY.impl("softmax_gradient", _softmax_gradient_by_rows, "CompositeExplicitAutograd")
-_LOSS_LIBRARY.impl("log_sum_exp", _compiled_on_call(_log_sum_exp), "CUDA")
-_LOSS_LIBRARY.impl("softmax_gradient", _compiled_on_call(_write_softmax_gradient), "CUDA")
+_LOSS_LIBRARY.impl("log_sum_exp", compiled_on_call(_log_sum_exp), "CUDA")
+_LOSS_LIBRARY.impl("softmax_gradient", compiled_on_call(_write_softmax_gradient), "CUDA")
 torch.library.register_fake(
     "shardwise::log_sum_exp",
     lambda logits: logits.new_empty(logits.shape[0], dtype=_wide(logits)),
     lib=_LOSS_LIBRARY,
 )
-torch.library.register_fake("shardwise::softmax_gradient", lambda *given: None, lib=_LOSS_LIBRARY)
+torch.library.register_fake("shardwise::softmax_gradient", lambda *_: None, lib=_LOSS_LIBRARY)
 
 log_sum_exp = torch.ops.shardwise.log_sum_exp
 """log sum exp of each row of logits [n, v]: fp32 [n] (fp64 of fp64)."""

@@ -23,7 +23,6 @@ Legend: M tokens, K width in, N width out.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shardwise.core.errors import RecipeError
 from shardwise.core.extras import install
 from shardwise.core.quiet_torchao import quiet_torchao
-from shardwise.runtime.compiled import is_traced
+from shardwise.runtime.compiled import compiled_on_call, is_traced
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.torch_private import scaled_product
 
@@ -153,21 +152,10 @@ _FLOAT8_LIBRARY.define(
 )
 
 
-def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile to one or two kernels at the first call, for all shapes at once."""
-
-    @functools.cache
-    def compiled() -> Callable[..., Any]:
-        return torch.compile(function, dynamic=True)
-
-    # Detached, so that a trainable weight and an input share one compilation.
-    return lambda x, *rest: compiled()(x.detach(), *rest)
-
-
 for _name, _function in EMULATED.items():
     _FLOAT8_LIBRARY.impl(_name, _function, "CPU")
-_FLOAT8_LIBRARY.impl("float8_scale", _compiled_on_call(_float8_scale), "CUDA")
-_FLOAT8_LIBRARY.impl("float8_cast", _compiled_on_call(_cast), "CUDA")
+_FLOAT8_LIBRARY.impl("float8_scale", compiled_on_call(_float8_scale), "CUDA")
+_FLOAT8_LIBRARY.impl("float8_cast", compiled_on_call(_cast), "CUDA")
 _FLOAT8_LIBRARY.impl("float8_product", _product_on_tensor_cores, "CUDA")
 
 

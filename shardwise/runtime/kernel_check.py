@@ -56,7 +56,8 @@ def trusted(check: KernelCheck) -> bool:
     error = _stored(path)
     if error is None:
         error = _measured(check)
-        store(path, repr(error).encode())
+        if error != math.inf:  # the memory may have run out, which says nothing of the kernel
+            store(path, repr(error).encode())
         for listener in _listeners:
             listener()
     if error <= TOLERANCES[check.dtype]:  # False for NaN

@@ -14,9 +14,7 @@ from shardwise.runtime.attention.backend import MATH, AttentionCall, usable_back
 from shardwise.runtime.attention.check import check_of, only_backends
 from shardwise.runtime.attention.steering import with_package
 from shardwise.runtime.kernel_check import trusted
-from shardwise.runtime.torch_private_attention import (
-    attention_by_default,
-)
+from shardwise.runtime.torch_private_attention import attention_by_default
 
 HEADS, TOKENS, WIDTH = 32, 4096, 128
 """Causal attention of one sample of a model of 8B, in bf16."""

@@ -1,1 +1,1 @@
-"""Attention: which kernel runs, and whether it computes what fp32 does."""
+"""Attention: which kernel runs, and whether it computes what fp64 does."""

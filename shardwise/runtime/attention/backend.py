@@ -7,14 +7,14 @@ is a fact of the device (``DeviceProfile.attention``): a table, or what ``shardw
 first backend of that order that takes the call runs. The dry run asks the same function, so a plan counts the kernel
 that runs.
 
-    cudnn       16 bits, head widths up to 128 (256 on Hopper), no mask
+    cudnn       16 bits, head widths up to 128, no mask
     flash       16 bits, one head width up to 256, no mask: FlashAttention-2
     flash3/4    the same operator by FlashAttention-3 or -4, where their packages are installed and were measured faster
     efficient   16 bits or fp32, masks
     fused       the CPU's flash attention
     math        the scores as a tensor; takes everything, and comes last
 
-Before a run trusts a backend, check.py compares it with fp32; steering.py makes PyTorch run it.
+Before a run trusts a backend, check.py compares it with fp64; steering.py makes PyTorch run it.
 
 Refused: FlexAttention for masks. It needs Dynamo, which takes no fake tensors of a dry run; the masks of packed
 documents have a kernel without one (runtime/documents.py).

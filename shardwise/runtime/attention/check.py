@@ -1,6 +1,7 @@
 """Compares an attention backend with the scores formed explicitly in fp64: output, and gradients of q, k and v.
 
-The lengths, head widths and grouping are those of the run. Two groups of heads and one sample are enough: kernels
+The head widths and grouping are those of the run, and so are the lengths, but for a whole number of tiles in long
+sequences. Two groups of heads and one sample are enough: kernels
 compute heads apart. Some queries score far below 0 with all keys. Kernels subtract the log-sum-exp within an
 exponential, which overflows for such rows if keys beyond the end of a tile count as 0.
 """
@@ -18,11 +19,9 @@ from torch.nn.attention import sdpa_kernel
 
 from shardwise.runtime.attention.backend import MATH, SDPA_BACKENDS, AttentionCall
 from shardwise.runtime.kernel_check import KernelCheck, row_error
-from shardwise.runtime.torch_private_attention import (
-    attention_by_default,
-)
+from shardwise.runtime.torch_private_attention import attention_by_default
 
-LONGEST = 2048
+LONGEST = 1024
 """Lengths beyond are checked with this many tokens and their remainder by 128, the largest tile."""
 _ROWS = 256
 """Most queries that are compared: each costs as many scores as there are keys."""

@@ -23,6 +23,8 @@ _PACKAGES: Mapping[str, str] = {"flash3": "FA3", "flash4": "FA4"}
 
 _orders: dict[str, Order] = {}
 """By the type of a device of this process."""
+_wrong: set[tuple[str, torch.dtype]] = set()
+"""Backends that were wrong for some shape, with the dtype. Calls without gradients, as in evaluation, avoid them."""
 
 
 def prefer_backends(device: torch.device, order: Order) -> None:
@@ -76,12 +78,10 @@ def _attention(
     """Takes the arguments of SDPA."""
     order = _orders[query.device.type]
     call = call_of(query, key, value, attn_mask, dropout_p, is_causal)
-    if (
-        call is None or not torch.is_grad_enabled()
-    ):  # generation makes a call of another length for each token
-        names = usable_backends(call, order)
-    else:
+    if call is not None and torch.is_grad_enabled():
         names = _trusted_backends(call, query.device, order)
+    else:  # generation makes a call of another length for each token, so these are not checked
+        names = tuple(name for name in usable_backends(call, order) if (name, query.dtype) not in _wrong)
     operands = query, key, value, attn_mask, dropout_p, is_causal
     if kind_of(query.device) is HOST and names[0] != MATH:  # whose one fused kernel PyTorch prefers
         return attention_by_default(*operands, scale=scale, enable_gqa=enable_gqa)
@@ -94,5 +94,6 @@ def _trusted_backends(call: AttentionCall, device: torch.device, order: Order) -
     """The usable backends from the first that computes what fp64 does."""
     names = usable_backends(call, order)
     while names[0] != MATH and not trusted(check_of(call, device, names)):
+        _wrong.add((names[0], call.dtype))
         names = names[1:]
     return names

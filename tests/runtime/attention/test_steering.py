@@ -29,10 +29,12 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No answers of other tests, in memory or on the disk, and none for them."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     steering._trusted_backends.cache_clear()
+    steering._wrong.clear()
     newly_replaced()
     steering.prefer_backends(CPU, ("fused",))
     yield
     steering._trusted_backends.cache_clear()
+    steering._wrong.clear()
 
 
 @pytest.fixture
@@ -135,6 +137,25 @@ def test_calls_without_gradients_are_not_checked(plant: Callable[..., None]) -> 
         q = torch.randn(1, 2, 16, 8)
         F.scaled_dot_product_attention(q, q, q)
     assert not newly_replaced()
+
+
+def test_evaluation_avoids_what_training_knows_to_be_wrong(plant: Callable[..., None]) -> None:
+    q = torch.randn(1, 2, 16, 8)
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    plant(FORWARD, off_by_a_key)
+    trained(128)
+    with torch.no_grad():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q, is_causal=True), expected)
+
+
+def test_a_kernel_that_raises_is_tried_again_by_the_next_process(
+    plant: Callable[..., None], tmp_path: Path
+) -> None:
+    """It may have run out of memory."""
+    plant(FORWARD, raising)
+    trained(128)
+    assert "raises" in newly_replaced()[0]
+    assert not list(tmp_path.rglob("*.txt"))
 
 
 def test_a_checked_call_leaves_random_numbers_and_saved_tensors_alone() -> None:
