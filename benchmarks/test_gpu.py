@@ -226,7 +226,16 @@ def test_the_page_and_the_makefile_name_the_parts() -> None:
     text = (ROOT / "docs/reference/gpu.md").read_text(encoding="utf-8")
     named = [word for parts in re.findall(r'PART="?([a-z ]+)', text) for word in parts.split()]
     assert list(dict.fromkeys(named)) == list(gpu.SECTIONS)
-    line = ["make", "-n", "-o", ".venv/.ready", "benchmark-gpu", "PART=parity memory", "AGAIN=1"]
+    line = [
+        "make",
+        "-n",
+        "--no-print-directory",
+        "-o",
+        ".venv/.ready",
+        "benchmark-gpu",
+        "PART=parity memory",
+        "AGAIN=1",
+    ]
     said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.endswith("benchmarks/gpu.py --minutes 9 --only parity memory --again\n")
 

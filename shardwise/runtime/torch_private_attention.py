@@ -5,11 +5,7 @@ All were checked on torch 2.13.0 (``torch_private.CHECKED``).
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from shardwise.runtime.torch_private import aten
 
@@ -24,16 +20,5 @@ math_attention: Any = aten._scaled_dot_product_attention_math
 cudnn_attention: Any = aten._scaled_dot_product_cudnn_attention
 attention_by_default: Any = aten.scaled_dot_product_attention.default.decompose
 """The attention kernels. Ring attention merges parts by the logarithms that the public function does not return, and
-the dry run calls the kernel that the target would. The last is PyTorch's own choice, past ``override_kernel``."""
-
-_overriding: list[torch.library.Library] = []
-
-
-def override_kernel(name: str, kernel: Callable[..., Any], key: str) -> None:
-    """A kernel of an ``aten`` operator at one dispatch key, for the rest of the process."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        library.impl(name, kernel, key)
-    getattr(torch.ops.aten, name).default._uncache_dispatch(getattr(torch._C.DispatchKey, key))
-    _overriding.append(library)
+the dry run calls the kernel that the target would. The last is PyTorch's own choice, past
+``torch_private.override_kernel``."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.dryrun.moments import LEDGER_ROWS
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.hardware.kinds import DEVICE_KINDS
@@ -38,7 +39,7 @@ def counted(kind: str, layers: int = 6, preset: str = "1xH100-80GB") -> DryRun:
     asked = recipe({**DECODER, "layers": layers}, cluster={"preset": preset})
     stage = 3 if preset.startswith("4x") else 0
     strategy = strategy_from({"micro_batch_size": 4, "activation_checkpointing": kind, "zero_stage": stage})
-    return dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
+    return dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster), with_moments=True)
 
 
 def activations(run: DryRun) -> int:
@@ -136,7 +137,7 @@ def of_shape(kind: str, shape: str) -> DryRun:
     model, length, settings, cluster = SHAPES[shape]
     asked = recipe({**model, "vocab": 256}, length, cluster=cluster)
     strategy = strategy_from({"micro_batch_size": 4, "activation_checkpointing": kind, **settings})
-    return dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
+    return dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster), with_moments=True)
 
 
 CPU, H100 = {"device": "cpu"}, {"preset": "1xH100-80GB"}
@@ -161,7 +162,9 @@ def moved(run: DryRun) -> int:
 
 def at_the_loss(run: DryRun) -> int:
     """Activations when every block's forward pass is over and no backward pass has begun."""
-    return [sample for sample in run.timeline if sample.phase == "forward"][-1].ledger.activations
+    assert run.moments is not None
+    last = max(i for i, name in enumerate(run.moments.names) if name.startswith("forward"))
+    return int(run.moments.bytes[last, LEDGER_ROWS.index("activations")])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ model: {layers: 2, width: 128, heads: 4, kv_heads: 2, ffn: 256, vocab: 32768, co
 data: {source: stdlib, tokenizer: bytes, sequence_length: 128}
 steps: 100
 batch_size: 8
-cluster: {preset: 2xH100-80GB, memory_gib: 1.9, price_per_device_hour: 2.5}
+cluster: {preset: 2xH100-80GB, memory_gib: 1.85, price_per_device_hour: 2.5}
 strategy: {precision: bf16}
 """
 GROUPS = 40

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.dryrun.target import cuda_kernels
 from shardwise.runtime.attention import steering
 from shardwise.runtime.attention.backend import AttentionCall
 from shardwise.runtime.attention.check import attention_error
+from shardwise.runtime.flops import FlopCounter
 from shardwise.runtime.kernel_check import TOLERANCES, newly_replaced
 
 CPU = torch.device("cpu")
@@ -173,3 +175,13 @@ def test_a_checked_call_leaves_random_numbers_and_saved_tensors_alone() -> None:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert {shape[-2] for shape in saved if len(shape) == 4} == {96} and len(saved) < 8
+
+
+def test_a_dry_run_for_an_accelerator_leaves_attention_as_it_was() -> None:
+    """Also under a dispatch mode, for which PyTorch looks kernels up by name."""
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    with cuda_kernels(1, ("flash", "efficient")):
+        pass
+    with FlopCounter() as counter:
+        F.scaled_dot_product_attention(q, q, q)
+    assert counter.flops == 2 * 2 * 2 * 16 * 16 * 8
