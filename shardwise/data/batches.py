@@ -30,7 +30,7 @@ from shardwise.data.opening import open_sources
 from shardwise.data.own_dataset import open_dataset
 from shardwise.data.shuffle import samples_of_step
 from shardwise.data.tokenizer import Tokenizer, mask_token
-from shardwise.model.blueprint import PADDING, Batch
+from shardwise.model.blueprint import PADDING, Batch, ragged_length
 from shardwise.recipe.sections import Recipe
 
 _HELD_OUT_SEED = 0
@@ -223,10 +223,10 @@ def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Samp
 
 
 def _stacked(tensors: list[torch.Tensor], fill: int | None) -> torch.Tensor:
-    """The tensors along a new first dimension, shorter ones with a `fill` up to the longest one's length."""
+    """The tensors along a new first dimension; with a `fill`, shorter ones up to one length."""
     if fill is not None:
-        longest = max(len(tensor) for tensor in tensors)
-        tensors = [torch.cat([t, t.new_full((longest - len(t), *t.shape[1:]), fill)]) for t in tensors]
+        length = ragged_length(max(len(tensor) for tensor in tensors))
+        tensors = [torch.cat([t, t.new_full((length - len(t), *t.shape[1:]), fill)]) for t in tensors]
     return torch.stack(tensors)
 
 

@@ -9,10 +9,10 @@ for other masks. It is built once per forward pass and has one of two forms:
               in 16 bits. There is no mask, and the work falls with the lengths of documents
 
 Before its first use in a process the kernel is compared with fp64 (kernel_check.py); where it is wrong, masks are used.
-Offsets are computed from the starts that the data gives for each row, so nothing waits for the device. Rows have as
-many starts as the row with the most documents; the rest are empty documents at the end of a row, for which the kernel's
-blocks return at once. The backward kernel allocates fp32 sums for 128 more tokens per document, empty ones too: 2 MiB
-per document at 4,096 channels, for one block at a time.
+Offsets are computed from the starts that the data gives for each row, so nothing waits for the device. Rows have a
+power of two of starts, enough for the row with the most documents: blocks compile for each number. The rest are empty
+documents at the end of a row, for which the kernel's blocks return at once. The backward kernel allocates fp32 sums for
+128 more tokens per document, empty ones too: 2 MiB per document at 4,096 channels, for one block at a time.
 
 Refused: the kernel on ROCm, where empty documents were not checked.
 
