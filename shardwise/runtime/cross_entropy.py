@@ -5,8 +5,9 @@ fp32 copy, the log-softmax and its gradient. Here the backward pass saves the lo
 arithmetic is unchanged, and the gradient is rounded to the logits' dtype once.
 
 Two operators read the logits: ``log_sum_exp`` and ``softmax_gradient``. Each reads them once. The planner counts each
-as one kernel, and on CUDA ``torch.compile`` fuses each to one. Elsewhere they take a few rows at a time, whose fp32
-copy stays in the processor's cache (benchmarks/loss.py compares losses).
+as one kernel. ``torch.compile`` fuses each to one on CUDA, and elsewhere in a process that compiles its blocks, which
+has a compiler. Others take a few rows at a time, whose fp32 copy stays in the processor's cache (benchmarks/loss.py
+compares losses).
 
 With a sharded vocabulary, each rank has the logits of its classes (vocabulary.py). chunked_cross_entropy.py avoids the
 logits altogether, with the same operators.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.runtime.compiled import compiled_on_call
+from shardwise.runtime.compiled import compiled_on_call, seconds_compiling
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
 
 __all__ = ["IGNORED", "cross_entropies", "cross_entropy_sum"]
@@ -65,9 +66,34 @@ def _rows_at_once(logits: Tensor) -> int:
     return max(1, _ELEMENTS // logits.shape[1])
 
 
-def _write_softmax_gradient(*arguments: Tensor) -> None:
-    *operands, out = arguments
-    out.copy_(_softmax_gradient(*operands))
+def _write_softmax_gradient(logits: Tensor, *per_row_and_out: Tensor) -> None:
+    *per_row, out = per_row_and_out
+    out.copy_(_softmax_gradient(logits, *per_row))
+
+
+def _replace_by_softmax_gradient(logits: Tensor, *per_row: Tensor) -> None:
+    logits.copy_(_softmax_gradient(logits, *per_row))
+
+
+_compiled_log_sum_exp = compiled_on_call(_log_sum_exp)
+_compiled_write = compiled_on_call(_write_softmax_gradient)
+_compiled_replacement = compiled_on_call(_replace_by_softmax_gradient)
+
+
+def _compiled_softmax_gradient(logits: Tensor, *per_row_and_out: Tensor) -> None:
+    *per_row, out = per_row_and_out
+    if out is logits:  # torch.compile fails for two inputs that are one tensor and are written
+        _compiled_replacement(logits, *per_row)
+    else:
+        _compiled_write(logits, *per_row, out)
+
+
+def _log_sum_exp_on_host(logits: Tensor) -> Tensor:
+    return (_compiled_log_sum_exp if seconds_compiling() else _log_sum_exp_by_rows)(logits)
+
+
+def _softmax_gradient_on_host(*arguments: Tensor) -> None:
+    (_compiled_softmax_gradient if seconds_compiling() else _softmax_gradient_by_rows)(*arguments)
 
 
 _LOSS_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
@@ -75,10 +101,10 @@ _LOSS_LIBRARY.define("log_sum_exp(Tensor logits) -> Tensor")
 _LOSS_LIBRARY.define(
     "softmax_gradient(Tensor logits, Tensor log_sums, Tensor index, Tensor scale, Tensor own, Tensor(a!) out) -> ()"
 )
-_LOSS_LIBRARY.impl("log_sum_exp", _log_sum_exp_by_rows, "CompositeExplicitAutograd")
-_LOSS_LIBRARY.impl("softmax_gradient", _softmax_gradient_by_rows, "CompositeExplicitAutograd")
-_LOSS_LIBRARY.impl("log_sum_exp", compiled_on_call(_log_sum_exp), "CUDA")
-_LOSS_LIBRARY.impl("softmax_gradient", compiled_on_call(_write_softmax_gradient), "CUDA")
+_LOSS_LIBRARY.impl("log_sum_exp", _log_sum_exp_on_host, "CompositeExplicitAutograd")
+_LOSS_LIBRARY.impl("softmax_gradient", _softmax_gradient_on_host, "CompositeExplicitAutograd")
+_LOSS_LIBRARY.impl("log_sum_exp", _compiled_log_sum_exp, "CUDA")
+_LOSS_LIBRARY.impl("softmax_gradient", _compiled_softmax_gradient, "CUDA")
 torch.library.register_fake(
     "shardwise::log_sum_exp",
     lambda logits: logits.new_empty(logits.shape[0], dtype=_wide(logits)),
