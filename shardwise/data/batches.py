@@ -30,7 +30,7 @@ from shardwise.data.opening import open_sources
 from shardwise.data.own_dataset import open_dataset
 from shardwise.data.shuffle import samples_of_step
 from shardwise.data.tokenizer import Tokenizer, mask_token
-from shardwise.model.blueprint import PADDING, Batch, ragged_length
+from shardwise.model.blueprint import PADDING, Batch
 from shardwise.recipe.sections import Recipe
 
 _HELD_OUT_SEED = 0
@@ -207,9 +207,11 @@ def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Samp
         DataError: rows differ in names, shapes or dtypes.
     """
     rows, fill = [row for row in rows if PADDING not in row] or rows, dataset.fill
+    packed = "starts" in rows[0]
     try:
         batch = {
-            name: _stacked([torch.as_tensor(row[name]) for row in rows], fill.get(name)) for name in rows[0]
+            name: _stacked([torch.as_tensor(row[name]) for row in rows], fill.get(name), packed)
+            for name in rows[0]
         }
     except (RuntimeError, KeyError, TypeError) as error:
         raise DataError(
@@ -222,10 +224,14 @@ def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Samp
     return batch
 
 
-def _stacked(tensors: list[torch.Tensor], fill: int | None) -> torch.Tensor:
-    """The tensors along a new first dimension; with a `fill`, shorter ones up to one length."""
+def _stacked(tensors: list[torch.Tensor], fill: int | None, packed: bool) -> torch.Tensor:
+    """The tensors along a new first dimension, shorter ones with a `fill` up to the longest one's length.
+
+    In packed rows up to a power of two: blocks compile for each number of documents, so there should be few numbers.
+    """
     if fill is not None:
-        length = ragged_length(max(len(tensor) for tensor in tensors))
+        length = max(len(tensor) for tensor in tensors)
+        length = 1 << (length - 1).bit_length() if packed else length
         tensors = [torch.cat([t, t.new_full((length - len(t), *t.shape[1:]), fill)]) for t in tensors]
     return torch.stack(tensors)
 

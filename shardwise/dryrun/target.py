@@ -31,19 +31,14 @@ from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
 from shardwise.runtime.parallel.attention_kernels import kernels_as
 from shardwise.runtime.parallel.ring import DECOMPOSITIONS
-from shardwise.runtime.torch_private import (
-    DispatchMode,
-    eigenvectors_of,
-    foreach_by_default,
-    scoped_kernels,
-    tree_iter,
-)
+from shardwise.runtime.torch_private import DispatchMode, eigenvectors_of, foreach_by_default, tree_iter
 from shardwise.runtime.torch_private_attention import (
     cudnn_attention,
     efficient_attention,
     flash_attention,
     math_attention,
 )
+from shardwise.runtime.torch_private_kernels import scoped_kernels
 from shardwise.runtime.torch_private_onednn import onednn_compiles
 
 

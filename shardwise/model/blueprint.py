@@ -383,14 +383,6 @@ def token_shapes(sequence_length: int) -> SampleShapes:
     }
 
 
-def ragged_length(longest: int) -> int:
-    """The length to which a batch pads rows that differ, such as ``starts``: the least power of two.
-
-    Blocks compile for each number of documents, so a run should see few numbers.
-    """
-    return 1 << max(0, longest - 1).bit_length()
-
-
 def batch_shapes(
     blueprint: Blueprint, data: DataSpec, objective: TrainingObjective | None = None
 ) -> SampleShapes:
@@ -403,6 +395,6 @@ def batch_shapes(
     """
     shapes, length = blueprint.sample_shapes(data.sequence_length), data.sequence_length
     if data.packing:
-        documents = ragged_length(-(-length // _TYPICAL))
+        documents = 1 << (-(-length // _TYPICAL) - 1).bit_length()  # a power of two, as in a batch
         shapes = {**shapes, "positions": ((length,), torch.int64), "starts": ((documents,), torch.int32)}
     return (objective or blueprint.minimises).sample_shapes(shapes, data)

@@ -21,4 +21,4 @@ cudnn_attention: Any = aten._scaled_dot_product_cudnn_attention
 attention_by_default: Any = aten.scaled_dot_product_attention.default.decompose
 """The attention kernels. Ring attention merges parts by the logarithms that the public function does not return, and
 the dry run calls the kernel that the target would. The last is PyTorch's own choice, past
-``torch_private.override_kernel``."""
+``torch_private_kernels.override_kernel``."""

@@ -20,7 +20,7 @@ from shardwise.runtime.documents import Documents, documents_of, offsets
 from shardwise.runtime.kernel_check import newly_replaced
 from shardwise.runtime.parallel.attention_kernels import kernels_as
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.runtime.torch_private import scoped_kernels
+from shardwise.runtime.torch_private_kernels import scoped_kernels
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import equal, full, make_run
 

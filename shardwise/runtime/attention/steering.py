@@ -13,8 +13,8 @@ from shardwise.hardware.kinds import HOST, kind_of
 from shardwise.runtime.attention.backend import MATH, AttentionCall, Order, call_of, usable_backends
 from shardwise.runtime.attention.check import check_of, only_backends
 from shardwise.runtime.kernel_check import trusted
-from shardwise.runtime.torch_private import override_kernel
 from shardwise.runtime.torch_private_attention import attention_by_default
+from shardwise.runtime.torch_private_kernels import override_kernel
 
 _PACKAGES: Mapping[str, str] = {"flash3": "FA3", "flash4": "FA4"}
 """Backends that replace the kernels of PyTorch's flash attention, by PyTorch's names for them."""
