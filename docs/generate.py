@@ -728,6 +728,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "loss": partial(measured, "loss-cpu"),
     "clock": partial(measured, "clock-cpu"),
     "peers": partial(measured, "peers-cpu"),
+    "peers-best": partial(measured, "peers-best-cpu"),
     "peer-profiles": partial(measured, "peers-cpu", "profile_table"),
     "pipelines": partial(measured, "pipelines-cpu"),
     "families": families,
