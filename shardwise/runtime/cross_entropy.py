@@ -5,9 +5,9 @@ fp32 copy, the log-softmax and its gradient. Here the backward pass saves the lo
 arithmetic is unchanged, and the gradient is rounded to the logits' dtype once.
 
 Two operators read the logits: ``log_sum_exp`` and ``softmax_gradient``. Each reads them once. The planner counts each
-as one kernel. ``torch.compile`` fuses each to one on CUDA, and elsewhere in a process that compiles its blocks, which
-has a compiler. Others take a few rows at a time, whose fp32 copy stays in the processor's cache (benchmarks/loss.py
-compares losses).
+as one kernel. ``torch.compile`` fuses each to one kernel on CUDA. On other devices it does so if the process has
+compiled its blocks, which shows that a compiler is there. Without it they take a few rows at a time, whose fp32 copy
+stays in the processor's cache (benchmarks/loss.py compares losses).
 
 With a sharded vocabulary, each rank has the logits of its classes (vocabulary.py). chunked_cross_entropy.py avoids the
 logits altogether, with the same operators.
