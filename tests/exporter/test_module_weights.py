@@ -29,6 +29,7 @@ from shardwise.technique import SETTINGS, strategy_from
 from tests.harness import modules
 from tests.harness.modules import FACTORIES, Items
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 
 
 class Tied(nn.Module):
@@ -106,10 +107,13 @@ def module_of(name: str) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("name", [*FACTORIES, "tied"])
+@pytest.mark.parametrize("name", quick([*FACTORIES, "tied"], "batch_norm", "vit", "functional", "tied"))
 @pytest.mark.parametrize(
     "settings",
-    [{"precision": "bf16", "zero_stage": 3}, {"precision": "fp16", "zero_stage": 0}],
+    quick(
+        [{"precision": "bf16", "zero_stage": 3}, {"precision": "fp16", "zero_stage": 0}],
+        {"precision": "bf16", "zero_stage": 3},
+    ),
     ids=["zero3", "zero0"],
 )
 def test_a_plain_module_gets_what_two_ranks_trained(

@@ -191,10 +191,10 @@ def test_a_model_with_dropout_trains_as_transformers_does(name: str, pool: Pool,
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("phi", {"zero_stage": 3}),
         ("phi", {"tensor_parallel": 2, "tensor_sequence_parallel": "none"}),
-        ("phi", {"sequence_parallel": 2}),
         ("llama", {"pipeline_parallel": 2}),
+        pytest.param("phi", {"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param("phi", {"sequence_parallel": 2}, marks=pytest.mark.long),
     ],
 )
 def test_every_layout_has_dropout(name: str, settings: dict[str, Any], pool: Pool, tmp_path: Path) -> None:

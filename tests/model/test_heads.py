@@ -28,6 +28,7 @@ from shardwise.runtime.parallel.shard_slices import gather, named_parameters
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.verifier.reference import GradientScale, ReferenceLoss, reference_model, train_reference
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 
 LENGTH, ROWS, STEPS, VOCAB = 16, 8, 3, 256
 LLAMA: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": VOCAB}
@@ -146,8 +147,15 @@ def agree(found: Trained, expected: Trained, tolerance: float) -> None:
         torch.testing.assert_close(value, expected[1][name], rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["score", "value"])
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    quick(
+        [(kind, adapter) for kind in ("score", "value") for adapter in (None, LORA)],
+        ("score", None),
+        ("value", LORA),
+    ),
+    ids=str,
+)
 def test_trains_as_one_plain_process(kind: str, adapter: dict[str, Any] | None, pool: Pool) -> None:
     tied = {**LLAMA, "tied": kind == "score"}
     expected = plain(kind, tied, adapter)
@@ -179,7 +187,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", ["score", "value"])
+@pytest.mark.parametrize("kind", quick(["score", "value"], "value"))
 def test_models_of_transformers_train_as_one_plain_process(kind: str, folder: Path, pool: Pool) -> None:
     """Their norms round to fp32, which Adam would enlarge."""
     names = ("zero 3", "tensor", "pipeline", "context", "chunked")
@@ -210,7 +218,12 @@ def test_logits_are_those_without_a_value_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied"), [("score", False), ("score", True), ("value", False), ("value", True)]
+    ("kind", "tied"),
+    quick(
+        [("score", False), ("score", True), ("value", False), ("value", True)],
+        ("score", False),
+        ("value", True),
+    ),
 )
 def test_a_plan_counts_the_heads(kind: str, tied: bool) -> None:
     """Adam's state against that of the language model, on the first of 2 ranks: it has the whole of one row."""

@@ -58,6 +58,21 @@ def test_youngs_formula_is_the_limit_of_short_saves() -> None:
     assert best_interval(1e-3, 1e5) == pytest.approx((2 * 1e-3 * 1e5) ** 0.5, rel=1e-3)
 
 
+PINNED = {
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "sequence_parallel": 1,
+    "micro_batch_size": 1,
+    "activation_checkpointing": "none",
+    "offload": "none",
+    "loss": "logits",
+    "compile": "none",
+    "zero_stage": 1,
+    "precision": "bf16",
+    "optimizer_in_backward": False,
+}
+
+
 def test_a_plan_advises_an_interval_for_its_cluster() -> None:
     values = {
         "model": MODEL,
@@ -65,7 +80,7 @@ def test_a_plan_advises_an_interval_for_its_cluster() -> None:
         "steps": 1_000_000,
         "batch_size": 16,
         "cluster": {"preset": "2xH100-80GB", "nodes": 8, "hours_between_failures": 1000},
-        "strategy": {"zero_stage": 1, "micro_batch_size": 1, "precision": "bf16"},
+        "strategy": PINNED,
     }
 
     def said(**checkpoint: object) -> str:

@@ -141,7 +141,8 @@ COMPILED: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world", COMPILED)
 def test_compiled_parts_of_blocks(world: int, parity: Parity) -> None:
     """The parts around the experts' FSDP group, and the experts, each compiled."""
     values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}

@@ -30,6 +30,7 @@ from shardwise.technique import SETTINGS, strategy_from
 from tests.harness.modules import FACTORIES
 from tests.harness.pool import Pool
 from tests.harness.ranks import plain_rank, reference_rank, strategy_rank, verified_rank
+from tests.harness.tiers import quick
 
 STRATEGIES: list[dict[str, Any]] = [
     {"precision": "fp32", "zero_stage": 0},
@@ -71,7 +72,7 @@ def trains(pool: Pool, folder: Path, asked: Recipe, strategies: list[dict[str, A
         assert verdict.passed, (strategy, verdict)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", quick(FACTORIES, "batch_norm", "vit", "mixed", "diffusion"))
 def test_every_kind_of_module_trains_in_every_precision_and_stage(
     name: str, pool: Pool, tmp_path: Path
 ) -> None:

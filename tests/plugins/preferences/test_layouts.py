@@ -37,6 +37,7 @@ from shardwise.verifier.reference import reference_model
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
 from tests.harness.ranks import reference_rank, strategy_rank
+from tests.harness.tiers import quick
 
 FIXED = {"precision": "fp64", "micro_batch_size": 2}
 ADAPTER = {"rank": 4, "targets": "all"}
@@ -110,7 +111,7 @@ IN_STAGES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("world", COPIES)
+@pytest.mark.parametrize("world", quick(COPIES, 4))
 def test_dpo_with_a_frozen_copy(world: int, tmp_path: Path, parity: Parity) -> None:
     parity.all_pass(*trials(recipe_for(tmp_path), world, COPIES[world]))
 
@@ -135,7 +136,7 @@ def test_first_values_of_modules_that_are_trained_in_full(tmp_path: Path, parity
     parity.all_pass(*trials(recipe, 2, [mix | {"reference": "adapter_off"} for mix in mixes]))
 
 
-@pytest.mark.parametrize("name", ["ipo", "orpo", "simpo", "cpo", "reward", "kto"])
+@pytest.mark.parametrize("name", quick(["ipo", "orpo", "simpo", "cpo", "reward", "kto"], "orpo", "kto"))
 def test_other_objectives(name: str, tmp_path: Path, parity: Parity) -> None:
     mixes: list[dict[str, Any]] = [
         {"zero_stage": 3, "tensor_parallel": 2},

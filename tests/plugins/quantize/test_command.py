@@ -282,6 +282,7 @@ POINTS = {
 """In the second block, after a first call that warms up; while the folder is written. The blocks that are finished."""
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_prediction")
 def test_a_killed_command_goes_on_and_writes_the_same_folder(
     deep: Path, folder: Path, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ from shardwise.runtime.quantization.stored import weight_of
 from shardwise.runtime.quantization.weights import QuantizedWeight
 from tests.harness.corpora import write_words
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 from tests.plugins.quantize.stubs import saved_model, unpredicted
 from tests.plugins.quantize.test_run import pass_here
 
@@ -103,8 +104,8 @@ class Recorder(RoundToNearest):
         return super().quantize(weight, scheme, statistics)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("together", [1, 3, 4])
+@pytest.mark.parametrize("family", quick(["mixtral", "qwen3_moe"], "qwen3_moe"))
+@pytest.mark.parametrize("together", quick([1, 3, 4], 3))
 def test_the_inputs_are_those_of_the_tokens_that_the_router_sends(
     family: str, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +214,7 @@ def never_chosen(model: Any) -> None:
             weight[1], weight[3], weight[4] = -weight[0], -weight[2], 0.0
 
 
-@pytest.mark.parametrize("method", FEW)
+@pytest.mark.parametrize("method", quick(FEW, "gptq"))
 def test_experts_without_tokens_are_named_and_rounded_to_nearest(method: str, tmp_path: Path) -> None:
     """A pass without calibration names all of them."""
     base_of(tmp_path, "mixtral", num_local_experts=5)
@@ -334,7 +335,7 @@ def test_more_bits_lose_less(tmp_path: Path) -> None:
     assert [each.block_bits for each in found] == pytest.approx([10, 6, 4], abs=0.6)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", quick(["gptq", "awq"], "gptq"))
 def test_ranks_share_the_experts(method: str, tmp_path: Path, pool: Pool) -> None:
     """An expert that the tokens of one rank never reach has the sums of the other."""
     base_of(tmp_path)

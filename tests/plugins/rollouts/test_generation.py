@@ -17,6 +17,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import strategy_from
 from tests.harness.pool import Pool
 from tests.harness.small_models import write_model
+from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
 
 ROWS, LONGEST, VOCAB = 8, 40, 257
@@ -96,7 +97,11 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world", "settings"), LAYOUTS, ids=lambda value: str(value).replace("'", ""))
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    quick(LAYOUTS, LAYOUTS[2], LAYOUTS[4]),
+    ids=lambda value: str(value).replace("'", ""),
+)
 def test_every_layout_samples_the_same_completions(
     pool: Pool, alone: dict[int, list[Any]], world: int, settings: dict[str, Any]
 ) -> None:
@@ -113,7 +118,7 @@ def test_an_adapter_and_mixed_precision_sample_from_the_adapted_model(pool: Pool
     assert pool.run(1, recomputed, recipe, {**settings, "zero_stage": 0}, rows)[0] < 0.05
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", quick(["llama", "gpt2"], "llama"))
 def test_models_of_transformers_keep_their_cache_when_they_are_sharded(
     pool: Pool, tmp_path: Path, family: str
 ) -> None:

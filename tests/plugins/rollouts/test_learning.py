@@ -18,6 +18,7 @@ import pytest
 
 from shardwise.recipe.sections import Recipe
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe, trained
 
 MODEL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 256}
@@ -39,7 +40,7 @@ def rewards_of(lines: list[dict[str, Any]]) -> list[float]:
     return [line["measures"]["reward"] for line in lines]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", quick(KINDS, "grpo"))
 def test_the_reward_rises(pool: Pool, tmp_path: Path, name: str) -> None:
     settings = {"precision": "fp32", "micro_batch_size": 64}
     steps = pool.run(1, trained, learning_recipe(tmp_path, name), settings)[0]

@@ -14,6 +14,7 @@ from shardwise.core.errors import DataError, RecipeError
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import (
     EXACT,
     digits,
@@ -168,8 +169,8 @@ def alone(pool: Pool, source: Path) -> dict[str, list[dict[str, float]]]:
     }
 
 
-@pytest.mark.parametrize(("world", "settings"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("world", "settings"), quick(LAYOUTS, *LAYOUTS[:3]), ids=str)
+@pytest.mark.parametrize("name", quick(RUNS, "rloo with an adapter", "ppo"))
 def test_every_layout_trains_as_one_process(
     pool: Pool, source: Path, alone: dict[str, Any], name: str, world: int, settings: dict[str, Any]
 ) -> None:

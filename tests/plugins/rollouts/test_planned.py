@@ -20,6 +20,7 @@ from shardwise.technique import strategy_from
 from shardwise.trainer.meter import MemoryMeter
 from shardwise.trainer.warm_up import warm_kernels
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import Prompts, rollout_recipe
 
 PROMPT, COMPLETION, WIDTH, VOCAB, ROWS = 6, 10, 512, 2048, 256
@@ -94,7 +95,9 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "settings", "objective", "values"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "world", "settings", "objective", "values"), quick(CASES, CASES[1]), ids=str
+)
 def test_predicted_memory_is_that_of_real_steps(
     pool: Pool,
     source: Path,
@@ -107,7 +110,8 @@ def test_predicted_memory_is_that_of_real_steps(
     recipe = recipe_of_run(source, name, world, values=values, **objective)
     predicted = planned(recipe, settings)
     real = max(pool.run(world, measured, recipe, settings, timeout=300))
-    assert predicted.peak.bytes == pytest.approx(real, rel=0.02)
+    workspace = cluster_of(recipe.cluster).device.overhead.workspace_bytes
+    assert predicted.peak.bytes + workspace == pytest.approx(real, rel=0.02)
 
 
 def test_the_peak_of_generation_has_the_whole_cache(source: Path) -> None:
