@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import DiskSpace, HostMemory, Plan, PlannedPeak, StepEstimate
 from shardwise.core.units import GiB
 from shardwise.technique import layout_of, strategy_from
+
+NOTHING_TO_SEARCH: dict[str, Any] = {
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "sequence_parallel": 1,
+    "micro_batch_size": 1,
+    "activation_checkpointing": "none",
+    "offload": "none",
+    "loss": "logits",
+    "compile": "none",
+    "zero_stage": 0,
+    "replicate": 1,
+    "precision": "fp32",
+    "optimizer_in_backward": False,
+}
+"""Pins of a recipe whose plan is one dry run, for tests of something else than the choice."""
 
 
 def small_plan() -> Plan:

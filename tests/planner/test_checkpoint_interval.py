@@ -14,6 +14,7 @@ from shardwise.planner.checkpoint_interval import best_interval, effective_share
 from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
+from tests.harness.plans import NOTHING_TO_SEARCH
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import MODEL, saved
 
@@ -58,21 +59,6 @@ def test_youngs_formula_is_the_limit_of_short_saves() -> None:
     assert best_interval(1e-3, 1e5) == pytest.approx((2 * 1e-3 * 1e5) ** 0.5, rel=1e-3)
 
 
-PINNED = {
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "sequence_parallel": 1,
-    "micro_batch_size": 1,
-    "activation_checkpointing": "none",
-    "offload": "none",
-    "loss": "logits",
-    "compile": "none",
-    "zero_stage": 1,
-    "precision": "bf16",
-    "optimizer_in_backward": False,
-}
-
-
 def test_a_plan_advises_an_interval_for_its_cluster() -> None:
     values = {
         "model": MODEL,
@@ -80,7 +66,7 @@ def test_a_plan_advises_an_interval_for_its_cluster() -> None:
         "steps": 1_000_000,
         "batch_size": 16,
         "cluster": {"preset": "2xH100-80GB", "nodes": 8, "hours_between_failures": 1000},
-        "strategy": PINNED,
+        "strategy": NOTHING_TO_SEARCH | {"zero_stage": 1, "precision": "bf16"},
     }
 
     def said(**checkpoint: object) -> str:

@@ -138,16 +138,14 @@ def test_first_values_of_modules_that_are_trained_in_full(tmp_path: Path, parity
 
 @pytest.mark.parametrize("name", quick(["ipo", "orpo", "simpo", "cpo", "reward", "kto"], "orpo", "kto"))
 def test_other_objectives(name: str, tmp_path: Path, parity: Parity) -> None:
-    mixes: list[dict[str, Any]] = [
-        {"zero_stage": 3, "tensor_parallel": 2},
-        {"zero_stage": 1, "sequence_parallel": 2},
+    packed = recipe_for(tmp_path, name)
+    padded = packed.model_copy(update={"data": packed.data.model_copy(update={"packing": False})})
+    of_packed = [{"zero_stage": 3, "tensor_parallel": 2}, {"zero_stage": 1, "sequence_parallel": 2}]
+    of_padded = [
         {"zero_stage": 1, "sequence_parallel": 2, "sequence_method": "ring"},
         {"pipeline_parallel": 2, "zero_stage": 1},
     ]
-    packed, padded = recipe_for(tmp_path, name), recipe_for(tmp_path, name)
-    padded = padded.model_copy(update={"data": padded.data.model_copy(update={"packing": False})})
-    parity.all_pass(*trials(packed, 4, [mix for mix in mixes if "sequence_method" not in mix]))
-    parity.all_pass(*trials(padded, 4, mixes))
+    parity.all_pass(*trials(packed, 4, of_packed), *trials(padded, 4, of_padded))
 
 
 def test_the_balance_loss_of_a_mixture_over_ranks(tmp_path: Path, pool: Pool) -> None:
@@ -185,7 +183,7 @@ def trained_rank(recipe: Recipe, settings: dict[str, Any]) -> list[dict[str, flo
     return [*seen, {**named_measures(run, run.passes.measures), "loss": loss}]
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", quick(["dpo", "kto"], "dpo"))
 def test_measures_are_those_of_the_global_batch(name: str, tmp_path: Path, pool: Pool) -> None:
     """TRL #6380, #6478, #6452; and TRL #6443: an evaluation compares with the model before training, too."""
     recipe = recipe_for(tmp_path, name)

@@ -33,7 +33,7 @@ def recipe_for(folder: Path, objective: str, **sections: Any) -> Recipe:
     """Pairs that fill their rows; the plan counts on no shorter ones."""
     pairs = folder / "pairs.jsonl"
     answers = {side: letter * (LENGTH - 8) for side, letter in (("chosen", "a"), ("rejected", "b"))}
-    rows = [{"prompt": f"{number:06}", **answers} for number in range(64)]
+    rows = [{"prompt": f"{number:06}", **answers} for number in range(16)]
     pairs.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     values = {
         "model": {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 2048},

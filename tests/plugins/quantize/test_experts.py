@@ -320,6 +320,7 @@ def trained(folder: Path, build: Callable[[], Any]) -> None:
     model.save_pretrained(folder / "base")
 
 
+@pytest.mark.long
 def test_more_bits_lose_less(tmp_path: Path) -> None:
     """Perplexity and KL of a trained mixture in 8, 4 and 2 bits."""
     write_words(tmp_path / "words.txt", 3000)

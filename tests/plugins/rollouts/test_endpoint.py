@@ -21,10 +21,11 @@ from shardwise.model.open import blueprint_of
 from shardwise.plugins.rollouts import endpoint
 from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.technique import strategy_from
+from tests.harness.plans import NOTHING_TO_SEARCH
 from tests.harness.pool import Pool
 from tests.plugins.rollouts.rollout_runs import EXACT, ManyEnds, gradients, prompts, rollout_recipe, tables
 from tests.plugins.rollouts.test_objectives import completions, plain_log_probabilities, plain_model
-from tests.plugins.rollouts.test_training import UNIT, curve, train
+from tests.plugins.rollouts.test_training import SETTINGS, UNIT, curve, train
 
 Choice = dict[str, Any]
 
@@ -207,6 +208,7 @@ def test_a_run_goes_on_after_a_fault_of_the_server(
         "cluster": {"device": "cpu", "devices_per_node": 2},
         "checkpoint": {"every": UNIT},
         "steps": 2 * UNIT,
+        "strategy": NOTHING_TO_SEARCH | SETTINGS,
     }
     recipe = rollout_recipe(source, "grpo", {"endpoint": server.url}, **run)
     assert train(pool, recipe, tmp_path / "whole")[0][0] == "finished"

@@ -22,6 +22,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS as SETTINGS_OF
 from shardwise.technique import strategy_from
 from shardwise.trainer.loop import Job, Trainer
+from tests.harness.plans import NOTHING_TO_SEARCH
 from tests.harness.pool import Pool
 from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
@@ -31,7 +32,7 @@ SETTINGS = {"precision": "fp32", "zero_stage": 3, "micro_batch_size": 3}
 RUN = {
     "cluster": {"device": "cpu", "devices_per_node": WORLD},
     "checkpoint": {"every": UNIT},
-    "strategy": SETTINGS,
+    "strategy": NOTHING_TO_SEARCH | SETTINGS,
     "steps": 4 * UNIT,
 }
 KINDS: dict[str, dict[str, Any]] = {"grpo": {}, "ppo": {"epochs": 2, "minibatches": 2}}
