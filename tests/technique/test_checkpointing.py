@@ -67,9 +67,9 @@ KINDS = [*ACTIVATION_CHECKPOINTING.examples[1:]]
     [
         (1, {"zero_stage": 0}),
         (2, {"zero_stage": 1}),
-        (2, {"zero_stage": 2, "precision": "fp64"}),
+        pytest.param(2, {"zero_stage": 2, "precision": "fp64"}, marks=pytest.mark.long),
         pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.long),  # with frozen weights below
-        (2, {"zero_stage": 3, "precision": "bf16"}),
+        pytest.param(2, {"zero_stage": 3, "precision": "bf16"}, marks=pytest.mark.long),
         (2, {"zero_stage": 3, "precision": "fp8", "fp8_layers": "all"}),
         (2, {"zero_stage": 3, "optimizer_in_backward": True}),
         pytest.param(4, {"zero_stage": 2, "replicate": 2, "precision": "bf16"}, marks=pytest.mark.long),

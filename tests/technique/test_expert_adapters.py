@@ -26,6 +26,7 @@ from tests.harness.corpora import EVEN
 from tests.harness.families import config_of, save_tiny
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,7 +87,7 @@ def trained_rank(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, 
     return gathered_adapter(run, parameters_of(run))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", quick(["mixtral", "qwen3_moe"], "mixtral"))
 def test_trains_what_peft_trains(family: str, pool: Pool, tmp_path: Path) -> None:
     """Five steps of AdamW with clipping in fp64, from PEFT's file: PEFT adds the whole update to W every time."""
     peft = pytest.importorskip("peft")
@@ -115,17 +116,22 @@ def test_trains_what_peft_trains(family: str, pool: Pool, tmp_path: Path) -> Non
     assert len(moved) == len(expected), "every tensor is trained"
 
 
-def test_trains_as_one_plain_process(parity: Parity, tmp_path: Path) -> None:
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_parallel": 2},
+    {"pipeline_parallel": 2, "micro_batch_size": 2},
+    {"zero_stage": 3, "activation_checkpointing": "full"},
+]
+OTHERS: list[dict[str, Any]] = [
+    *({"zero_stage": stage} for stage in range(4)),
+    {"zero_stage": 2, "activation_checkpointing": "selective"},
+]
+
+
+@pytest.mark.parametrize("settings", [LAYOUTS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=len)
+def test_trains_as_one_plain_process(settings: list[dict[str, Any]], parity: Parity, tmp_path: Path) -> None:
     """Every ZeRO stage, tensor and pipeline parallelism, recomputation: in fp64, within 1e-10."""
     save_tiny("qwen3_moe", tmp_path, vocab_size=264)
     recipe = recipe_for(tmp_path, {"rank": 3, "alpha": 6.0, "dropout": 0.0})
-    settings = [
-        *({"zero_stage": stage} for stage in range(4)),
-        {"tensor_parallel": 2},
-        {"pipeline_parallel": 2, "micro_batch_size": 2},
-        {"zero_stage": 3, "activation_checkpointing": "full"},
-        {"zero_stage": 2, "activation_checkpointing": "selective"},
-    ]
     parity.all_pass(*(Trial(recipe, 2, {"precision": "fp64", **each}) for each in settings))
 
 
@@ -142,16 +148,23 @@ NATIVE = {
 }  # fmt: skip
 
 
-def test_dora_trains_as_in_one_process(parity: Parity, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"expert_parallel": 2}, {"zero_stage": 3, "activation_checkpointing": "full"}],
+        pytest.param(
+            [{"zero_stage": 0}, {"zero_stage": 2}, {"pipeline_parallel": 2, "micro_batch_size": 2}],
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=len,
+)
+def test_dora_trains_as_in_one_process(
+    settings: list[dict[str, Any]], parity: Parity, tmp_path: Path
+) -> None:
     """Magnitudes are divided with the experts, which expert parallelism and ZeRO divide. In fp64, within 1e-10."""
     dora = {"name": "dora", "rank": 3, "alpha": 6.0}
     plain, packed = (recipe_for(tmp_path, dora | {"quantize": q}, model=NATIVE) for q in ("none", "nf4"))
-    settings = [
-        *({"zero_stage": stage} for stage in (0, 2, 3)),
-        {"expert_parallel": 2},
-        {"pipeline_parallel": 2, "micro_batch_size": 2},
-        {"zero_stage": 3, "activation_checkpointing": "full"},
-    ]
     trials = [Trial(plain, 2, {"precision": "fp64", **each}) for each in settings]
     trials.append(Trial(packed, 2, {"precision": "fp64", "zero_stage": 3}))
     parity.all_pass(*trials)

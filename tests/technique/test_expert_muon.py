@@ -66,15 +66,17 @@ def test_each_expert_is_a_matrix_of_its_own(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(stack.data, expected, rtol=0, atol=1e-10)
 
 
-def test_trains_as_one_process(parity: Parity) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [{"zero_stage": 3}, {"zero_stage": 3, "expert_parallel": 2}],
+        pytest.param([{"zero_stage": 1}, {"expert_parallel": 2}], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_trains_as_one_process(settings: list[dict[str, Any]], parity: Parity) -> None:
     """ZeRO cuts stacks between experts, expert parallelism gives whole experts to ranks. Within 1e-10."""
     recipe = recipe_for("tests.harness.optimizers:muon_of_experts")
-    settings = [
-        {"zero_stage": 1},
-        {"zero_stage": 3},
-        {"expert_parallel": 2},
-        {"zero_stage": 3, "expert_parallel": 2},
-    ]
     trials = [Trial(recipe, 2, {"precision": "fp64", **each}) for each in settings]
     parity.all_pass(*trials)
     assert [parity.verdict(trial).tolerance for trial in trials] == [1e-10] * len(trials)

@@ -180,6 +180,7 @@ class Normed(nn.Module):
         return self.linear(self.norm(x))
 
 
+@pytest.mark.long
 def test_a_compiled_layer_is_as_close_to_fp32_as_an_uncompiled_one() -> None:
     """Each within the bounds above: a norm that is fused with a cast is not rounded to bf16 in between."""
     torch.manual_seed(1)

@@ -21,6 +21,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.trainer.meter import MemoryMeter, return_large_frees
 from tests.harness.pool import Pool
 from tests.harness.quantized import write_quantized_folder
+from tests.harness.tiers import quick
 
 pytest.importorskip("transformers")
 
@@ -71,7 +72,9 @@ def test_the_parts_are_counted(tmp_path: Path) -> None:
     assert short.peak_bytes < long.peak_bytes
 
 
-@pytest.mark.parametrize(("batch", "room"), [(1, 200), (2, 200), (8, 100), (64, 0.01)])
+@pytest.mark.parametrize(
+    ("batch", "room"), quick([(1, 200), (2, 200), (8, 100), (64, 0.01)], (8, 100), (64, 0.01))
+)
 def test_the_most_requests_that_fit_are_counted(batch: int, room: float) -> None:
     """One more does not fit, and the advice names the number; whatever number was asked for."""
     values = {"layers": 3, "width": 512, "heads": 8, "kv_heads": 8, "ffn": 1024, "vocab": 256}
