@@ -34,6 +34,7 @@ from shardwise.trainer.warm_up import _tiny
 from tests.harness.corpora import WORDS
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 from tests.harness.tiny_run import batch, equal, full, make_run, train, whole
 
 METHODS = ("ulysses", "ring")
@@ -122,7 +123,7 @@ def gradients(asked: list[dict[str, Any]], model: dict[str, Any]) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick(METHODS, "ring"))
 def test_recomputation_leaves_gradients_bit_identical(method: str, pool: Pool) -> None:
     kinds = [
         kind
