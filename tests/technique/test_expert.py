@@ -97,26 +97,31 @@ NATIVE = {
 }
 
 
-def test_native_mixtures_train_as_one_plain_process(parity: Parity) -> None:
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        [{"tensor_parallel": 2, "expert_parallel": 4}, {"pipeline_parallel": 2}],
+        pytest.param(
+            [{}, {"sequence_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"}],
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["layouts", "more"],
+)
+def test_native_mixtures_train_as_one_plain_process(mixes: list[dict[str, Any]], parity: Parity) -> None:
     values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
     recipe = recipe_of({"model": NATIVE, **values}, SETTINGS)
-    mixes: list[dict[str, Any]] = [
-        {},
-        {"tensor_parallel": 2, "expert_parallel": 4},
-        {"pipeline_parallel": 2},
-        {"sequence_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"},
-    ]
     parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
 
 
 BIASED = NATIVE | {"router": "sigmoid", "router_bias": True, "router_bias_rate": 0.1}
 BIASES: list[Any] = [
-    {"zero_stage": 3, "activation_checkpointing": "full"},
     {"zero_stage": 2, "pipeline_parallel": 2},
     {"zero_stage": 1, "tensor_parallel": 2, "expert_parallel": 1, "tensor_sequence_parallel": "gathered"},
-    {"zero_stage": 1, "precision": "bf16"},
 ]
 MORE_BIASES: list[Any] = [
+    {"zero_stage": 3, "activation_checkpointing": "full"},
+    {"zero_stage": 1, "precision": "bf16"},
     {"zero_stage": 1, "tensor_parallel": 2, "expert_parallel": 4},
     {"zero_stage": 1, "sequence_parallel": 2},
     {"zero_stage": 1, "precision": "fp16"},
@@ -156,13 +161,14 @@ def test_compiled_parts_of_blocks(world: int, parity: Parity) -> None:
     parity.all_pass(*(Trial(recipe, world, fixed | mix) for mix in COMPILED[world]))
 
 
+@pytest.mark.long  # a minute for each compilation
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("mixtral", {}),
         ("mixtral", {"adapter": {"rank": 2, "targets": "all"}}),
-        pytest.param("gpt_oss", {}, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", {}, marks=pytest.mark.long),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
     ],
     ids=str,
 )
@@ -195,23 +201,35 @@ DEEPSEEK = NATIVE | {
 }
 
 
-def test_native_deepseek_trains_as_one_plain_process(parity: Parity) -> None:
+LATENT: list[dict[str, Any]] = [
+    {"zero_stage": 3, "tensor_parallel": 2, "activation_checkpointing": "full"},
+    {"pipeline_parallel": 2},
+    {"sequence_parallel": 2},
+]
+MORE_LATENT: list[dict[str, Any]] = [
+    {"zero_stage": 3},
+    {"tensor_parallel": 2, "expert_parallel": 4},
+    {"sequence_parallel": 2, "zero_stage": 3, "activation_checkpointing": "selective"},
+    {"sequence_parallel": 2, "sequence_method": "ring"},
+]
+
+
+@pytest.mark.parametrize(
+    ("mixes", "packing"),
+    quick(
+        [(LATENT[:2], False), (LATENT[2:], True), (MORE_LATENT, False)],
+        (LATENT[:2], False),
+        (LATENT[2:], True),
+    ),
+    ids=["layouts", "packed", "more"],
+)
+def test_native_deepseek_trains_as_one_plain_process(
+    mixes: list[dict[str, Any]], packing: bool, parity: Parity
+) -> None:
     """Latent attention, a first block without experts, groups of experts."""
-    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
-    recipe = recipe_of({"model": DEEPSEEK, **values}, SETTINGS)
-    packed = recipe_of({"model": DEEPSEEK, **values, "data": {**values["data"], "packing": True}}, SETTINGS)
-    mixes: list[dict[str, Any]] = [
-        {"zero_stage": 3},
-        {"tensor_parallel": 2, "expert_parallel": 4},
-        {"zero_stage": 3, "tensor_parallel": 2, "activation_checkpointing": "full"},
-        {"pipeline_parallel": 2},
-        {"sequence_parallel": 2, "zero_stage": 3, "activation_checkpointing": "selective"},
-        {"sequence_parallel": 2, "sequence_method": "ring"},
-    ]
-    parity.all_pass(
-        *(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes),
-        Trial(packed, 4, FIXED | {"zero_stage": 2, "sequence_parallel": 2}),
-    )
+    data = {"source": EVEN, "sequence_length": 16, "packing": packing}
+    recipe = recipe_of({"model": DEEPSEEK, "data": data, "steps": 20, "batch_size": 8}, SETTINGS)
+    parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
 
 
 def test_adapters_of_experts(parity: Parity, tmp_path: Path) -> None:

@@ -88,11 +88,15 @@ def recipe_for(model: str, folders: dict[str, Path]) -> Recipe:
     [
         # Not in fp64: transformers' Llama rounds to fp32 in every norm, whatever the weights are.
         ("llama", 2, {"zero_stage": 3, "precision": "fp32", MICRO_BATCH_SIZE.key: 2}),
-        ("llama", 4, {"zero_stage": 2, "precision": "fp32", "replicate": 2}),
-        ("gpt2", 2, {"zero_stage": 1, "precision": "fp32", MICRO_BATCH_SIZE.key: 2}),
+        pytest.param(
+            "llama", 4, {"zero_stage": 2, "precision": "fp32", "replicate": 2}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            "gpt2", 2, {"zero_stage": 1, "precision": "fp32", MICRO_BATCH_SIZE.key: 2}, marks=pytest.mark.long
+        ),
         ("gpt2", 2, {"zero_stage": 3, "precision": "fp64"}),
         ("classifier", 2, {"zero_stage": 0, "precision": "fp64", MICRO_BATCH_SIZE.key: 3}),
-        ("classifier", 4, {"zero_stage": 3, "precision": "fp32"}),
+        pytest.param("classifier", 4, {"zero_stage": 3, "precision": "fp32"}, marks=pytest.mark.long),
     ],
 )
 def test_other_models_train_as_one_plain_process(
