@@ -155,13 +155,13 @@ def plan_of(stage: int, ranks: int) -> Plan:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("AdamW", 0),
-        ("AdamW", 2),
+        pytest.param("AdamW", 0, marks=pytest.mark.long),
+        pytest.param("AdamW", 2, marks=pytest.mark.long),
         ("AdamW", 3),
         pytest.param("SGD", 3, marks=pytest.mark.long),
         pytest.param("RMSprop", 2, marks=pytest.mark.long),
         pytest.param("Adafactor", 0, marks=pytest.mark.long),
-        ("Adafactor", 3),
+        pytest.param("Adafactor", 3, marks=pytest.mark.long),
         ("Muon", 3),
     ],
 )

@@ -191,6 +191,7 @@ def test_a_family_without_gguf_is_not_offered_it(
     ran(["shardwise", "chat", "out"], monkeypatch, capsys, "Hi\n")
 
 
+@pytest.mark.long
 def test_a_quantized_base(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def assert_halved(shell: Shell, folder: Path) -> None:
 REASON = "micro_batch_size is 4: with 8, rank 1 ran out of memory in step 1 (oom.json)"
 
 
+@pytest.mark.long
 def test_the_ranks_start_again(shell: Shell, folder: Path) -> None:
     done = train(shell, folder, 4)
     assert (done.returncode, done.stderr) == (0, "")

@@ -75,10 +75,12 @@ def used(shell: Shell, run_folder: Path, out: Path, where: Path) -> list[Done]:
 @pytest.mark.parametrize(
     ("name", "move"),
     [
-        ("lora", "the run"),
         ("full", "the project"),
         *(pytest.param("full", move, marks=pytest.mark.long) for move in ("nothing", "the run")),
-        *(pytest.param("lora", move, marks=pytest.mark.long) for move in ("nothing", "the project")),
+        *(
+            pytest.param("lora", move, marks=pytest.mark.long)
+            for move in ("nothing", "the run", "the project")
+        ),
     ],
 )
 def test_a_run_works_from_any_folder_and_after_a_move(
@@ -124,6 +126,7 @@ def test_a_base_that_is_gone_is_named_and_no_hub_is_asked(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_home_folders(project: Path, shell: Shell, tmp_path: Path) -> None:
     """A shell does not expand ~ after = or in quotes."""
     home = tmp_path / "home"

@@ -230,6 +230,7 @@ def sentences(model: dict[str, Any], length: int, **settings: Any) -> list[str]:
     return list(offload_in_words(found, cluster))
 
 
+@pytest.mark.long
 def test_the_plan_says_whether_compute_hides_the_copies() -> None:
     """Of Llama-3-8B the inputs of blocks at 32,768 tokens are hidden; all activations at 8,192 are not."""
     model = {"preset": "llama-3-8b", "context": 32768}

@@ -280,7 +280,7 @@ def long(*values: Any) -> Any:
     [
         (Case(1, (1,), where="loss", settings=FP64), 0, 2),
         long(Case(3, (0, 1), where="loss", settings=FP64, size=3, fits=1, sections=EVERY_2), 2, 1),
-        (Case(0, (0,), where="evaluation", settings=FP64, sections=EVERY_2), 4, 2),
+        long(Case(0, (0,), where="evaluation", settings=FP64, sections=EVERY_2), 4, 2),
         long(Case(2, (1,), where="update", settings=FP64, sections=EVERY_2), 2, 2),
         (Case(3, (0,), where="update", settings=FP64, sections=(("guard", {"snapshot_every": 1}),)), 0, 2),
         long(Case(2, (3,), where="loss", size=2, fits=1, world=4, settings=(*FP64, ("replicate", 2))), 0, 1),
@@ -313,6 +313,7 @@ def test_a_pipeline(trained: Trained) -> None:
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-10)
 
 
+@pytest.mark.long
 def test_the_optimizer_in_the_backward_pass(trained: Trained) -> None:
     """Its update is torn when the last backward pass breaks off."""
     settings = (("zero_stage", 3), ("precision", "fp64"), ("optimizer_in_backward", True))

@@ -139,6 +139,7 @@ def test_nothing_is_measured_that_cannot_be_kept(measurements: list[int], tmp_pa
     assert not asked(ClusterSpec()) and measurements == []
 
 
+@pytest.mark.long
 def test_a_plan_really_measures_and_prints_json_alone(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256}\n"

@@ -300,6 +300,7 @@ def test_two_processes_communicate() -> None:
     assert link.processes == 2 and link.bandwidth > 1e6 and 0 < link.latency < 1
 
 
+@pytest.mark.long
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     monkeypatch.setattr(speed, "loopback_interface", lambda: None)

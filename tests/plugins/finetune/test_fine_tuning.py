@@ -80,6 +80,7 @@ cluster: {device: cpu, devices_per_node: 1}
 """
 
 
+@pytest.mark.long
 def test_plan_and_train_say_what_adapters_do_not_reach(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

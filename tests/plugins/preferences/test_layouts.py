@@ -119,13 +119,13 @@ def test_dpo_with_a_frozen_copy(world: int, tmp_path: Path, parity: Parity) -> N
 def test_precomputed_references_under_zero_3_and_in_pipelines(tmp_path: Path, parity: Parity) -> None:
     """TRL #6403: the plain process compares with a copy of its own."""
     recipe = recipe_for(tmp_path)
-    mixes = [{"zero_stage": 3}, {"sequence_parallel": 2, "tensor_parallel": 2}, *IN_STAGES]
+    mixes = [{"zero_stage": 3}, {"sequence_parallel": 2, "tensor_parallel": 2}, IN_STAGES[2]]
     parity.all_pass(*trials(recipe, 4, [mix | {"reference": "precomputed"} for mix in mixes]))
 
 
 def test_adapters_that_are_switched_off(tmp_path: Path, parity: Parity) -> None:
     recipe = recipe_for(tmp_path, adapter=ADAPTER)
-    mixes = [{"zero_stage": 3}, {"zero_stage": 2, "sequence_parallel": 2}, *IN_STAGES]
+    mixes = [{"zero_stage": 3}, *IN_STAGES[:2]]
     parity.all_pass(*trials(recipe, 4, [mix | {"reference": "adapter_off"} for mix in mixes]))
 
 

@@ -390,6 +390,7 @@ def test_hessians_of_experts_take_no_more_than_the_block(tmp_path: Path) -> None
     assert {len(group) for group in found._groups(layer, calibrated=True)} != {layer.count}
 
 
+@pytest.mark.long
 def test_a_refused_pass_goes_on_with_its_experts(tmp_path: Path) -> None:
     """The finished blocks are read back, and the folder is that of a pass without interruption."""
     base_of(tmp_path)

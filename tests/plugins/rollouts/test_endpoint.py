@@ -201,6 +201,7 @@ def test_a_server_that_does_not_answer_is_named(server: Server, monkeypatch: pyt
         Endpoint("http://127.0.0.1:1/v1", None, 6, 1.0).completions(*asked)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_a_fault_of_the_server(
     pool: Pool, source: Path, server: Server, tmp_path: Path
 ) -> None:
