@@ -18,6 +18,7 @@ from shardwise.planner.verdicts import Verdicts
 from shardwise.recipe.load import recipe_of
 from shardwise.report.tables import peak_of
 from shardwise.technique import SETTINGS, strategy_from
+from tests.harness.tiers import quick
 
 MODEL = {"layers": 5, "width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "vocab": 256, "context": 64}
 
@@ -119,7 +120,7 @@ NEAR: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("own", "change"), NEAR)
+@pytest.mark.parametrize(("own", "change"), quick(NEAR, NEAR[2], NEAR[4]))
 def test_a_neighbour_is_estimated_from_what_is_chosen(
     own: dict[str, Any], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,11 @@ def drawn(seed: int, asked: Recipe) -> Iterator[Strategy]:
     [
         (16, {"zero_stage": 3, "activation_checkpointing": "full", "micro_batch_size": 4}),
         (4, {"zero_stage": 3, "activation_checkpointing": "every:2", "offload": "activations"}),
-        (48, {"zero_stage": 0, "activation_checkpointing": "none", "loss": "chunked", "micro_batch_size": 3}),
+        pytest.param(
+            48,
+            {"zero_stage": 0, "activation_checkpointing": "none", "loss": "chunked", "micro_batch_size": 3},
+            marks=LONG,
+        ),
         pytest.param(
             16,
             {"master_weights": False, "zero_stage": 2, "loss": "chunked", "micro_batch_size": 2},
@@ -157,8 +161,8 @@ def test_random_strategies_are_composed_as_counted(seed: int) -> None:
 @pytest.mark.parametrize(
     ("layers", "make", "kind"),
     [
-        (12, alone, "full"),
         (11, composed, "none"),
+        pytest.param(12, alone, "full", marks=LONG),
         *(pytest.param(layers, composed, "full", marks=LONG) for layers in (11, 12, 13)),
         *(pytest.param(layers, alone, "none", marks=LONG) for layers in (11, 12, 13)),
     ],
@@ -191,7 +195,11 @@ def test_blocks_of_several_kinds_are_composed(layers: int, make: Any, kind: str,
 @pytest.mark.parametrize(
     ("make", "values"),
     [
-        (composed, {"expert_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
+        pytest.param(
+            composed,
+            {"expert_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full"},
+            marks=LONG,
+        ),
         (alone, {"expert_parallel": 4, "zero_stage": 1}),
         pytest.param(alone, {"zero_stage": 3, "tensor_parallel": 2}, marks=LONG),
     ],
@@ -282,7 +290,7 @@ def test_what_is_counted_ahead_is_needed(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"zero_stage": 0},
+        pytest.param({"zero_stage": 0}, marks=LONG),
         pytest.param({"zero_stage": 3}, marks=LONG),
         pytest.param({"zero_stage": 1, "replicate": 2}, marks=LONG),
         {"zero_stage": 3, "replicate": 2},

@@ -117,10 +117,11 @@ SMALLEST = {"zero_stage": 3, "activation_checkpointing": "full", "offload": "opt
     ("pins", "freed", "drop"),
     [
         ({"zero_stage": 0, "offload": "none"}, {"offload": "none"}, ("zero_stage",)),
-        (
+        pytest.param(
             {"zero_stage": 0, "activation_checkpointing": "none", "offload": "none"},
             {},
             ("zero_stage", "activation_checkpointing", "offload"),
+            marks=pytest.mark.long,
         ),
         *(
             pytest.param(pins, {}, drop, marks=pytest.mark.long)
