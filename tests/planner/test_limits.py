@@ -17,6 +17,7 @@ from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
+from tests.harness.tiers import quick
 
 MODEL = {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "context": 512}
 
@@ -33,6 +34,8 @@ def asked(memory_gib: float = 2.2, **changed: Any) -> Recipe:
             "micro_batch_size": 2,
             "loss": "logits",
             "offload": "none",
+            "compile": "none",
+            "optimizer_in_backward": False,
             "activation_checkpointing": "none",
             "tensor_parallel": 1,
             "sequence_parallel": 1,
@@ -57,6 +60,12 @@ def limits(recipe: Recipe) -> tuple[Plan, Recipe, dict[str, QuantityLimit]]:
     return plan, pinned, {one.quantity: one for one in limits_of(recipe, cluster_of(recipe.cluster), plan)}
 
 
+def limit_of(recipe: Recipe, quantity: str) -> QuantityLimit:
+    plan, cluster = planned(recipe), cluster_of(recipe.cluster)
+    varied = next(each for each in _ranges(recipe, cluster, plan) if each.quantity == quantity)
+    return _LimitSearch(varied, plan, silent).limit()
+
+
 def overrides_of(quantity: str, value: int) -> list[str]:
     """The overrides that set a quantity, and those that grow with it."""
     return {
@@ -67,7 +76,7 @@ def overrides_of(quantity: str, value: int) -> list[str]:
     }[quantity]
 
 
-@pytest.mark.parametrize("memory_gib", [2.2, 1.86])
+@pytest.mark.parametrize("memory_gib", quick([2.2, 1.86], 2.2))
 def test_each_limit_fits_in_full_and_the_next_value_does_not(memory_gib: float) -> None:
     """Of a plan that fits, and of one that does not."""
     plan, pinned, found = limits(asked(memory_gib))
@@ -89,15 +98,14 @@ def test_each_limit_fits_in_full_and_the_next_value_does_not(memory_gib: float) 
 
 def test_what_a_rule_forbids_is_not_possible() -> None:
     """Four tensor-parallel ranks are no strategy of two devices."""
-    _, _, found = limits(asked(2.6, strategy={"tensor_parallel": 4}))
-    devices = found["devices"]
+    devices = limit_of(asked(2.6, strategy={"tensor_parallel": 4}), "devices")
     assert (devices.fits, devices.stops, devices.stop_bytes) == (4, 2, 0)
     assert devices.reason.startswith("is not possible: the ranks that share one copy of the model")
 
 
+@pytest.mark.long
 def test_stages_are_varied_together() -> None:
-    _, _, found = limits(asked(6.2, strategy={"pipeline_parallel": 2, "zero_stage": 0}))
-    layers = found["layers"]
+    layers = limit_of(asked(6.2, strategy={"pipeline_parallel": 2, "zero_stage": 0}), "layers")
     assert layers.fits and layers.stops == layers.fits + 2 and layers.fits % 2 == 0
 
 
@@ -107,6 +115,7 @@ def test_a_value_of_which_none_fits() -> None:
     assert replace(limit, fits=16).sentence().startswith("sequence_length: 16 fits; 32 needs")
 
 
+@pytest.mark.long
 def test_the_largest_imbalance_of_a_mixture_fits_and_the_next_does_not() -> None:
     """On a device with memory for some of the room. Plans without expert parallelism do not speak of it."""
     model = {**MODEL, "experts": 8, "expert_ffn": 512}
@@ -118,9 +127,7 @@ def test_the_largest_imbalance_of_a_mixture_fits_and_the_next_does_not() -> None
     roomy = [planned(recipe(8.0, capacity)) for capacity in (1.5, 3.0)]
     needed = sum(plan.peak.bytes + plan.reserve_bytes for plan in roomy) / 2
     tight = recipe(needed / 2**30)
-    plan, cluster = planned(tight), cluster_of(tight.cluster)
-    varied = next(v for v in _ranges(tight, cluster, plan) if v.quantity == "expert_capacity")
-    limit = _LimitSearch(varied, plan, silent).limit()
+    limit = limit_of(tight, "expert_capacity")
     assert limit.now == 1.5 and limit.fits is not None and limit.stops is not None
     assert 1.5 < limit.fits < 4.0 and limit.stops == pytest.approx(limit.fits + 0.05)
     for value, fits in ((limit.fits, True), (limit.stops, False)):
