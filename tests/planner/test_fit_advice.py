@@ -157,6 +157,7 @@ def test_a_pin_that_keeps_it_from_fitting_is_named_before_an_adapter(
     assert whole.peak.bytes <= 0.98 * memory * GiB
 
 
+@pytest.mark.long
 def test_a_micro_batch_that_is_too_large_is_a_pin() -> None:
     large, small = (peak_of(**SMALLEST | {"micro_batch_size": size}) for size in (8, 1))
     pins = {"precision": "bf16", "micro_batch_size": 8}
@@ -167,6 +168,7 @@ def test_a_micro_batch_that_is_too_large_is_a_pin() -> None:
     assert advice.reasons[-1] == said
 
 
+@pytest.mark.long
 def test_one_device_has_nothing_to_shard() -> None:
     """No stage of ZeRO is proposed that the planner does not choose there, and no sharding is spoken of."""
     cluster = {"device": "h100", "devices_per_node": 1}
@@ -191,6 +193,7 @@ def test_where_the_plan_fits_it_is_the_advice() -> None:
     assert advice.as_dict()["advised"] == []
 
 
+@pytest.mark.long
 def test_a_faster_optimizer_is_named_where_the_plan_offloads() -> None:
     """Without it, the plan fits only with the optimizer on the host."""
     pins = {"precision": "bf16", "micro_batch_size": 1, "loss": "logits", "activation_checkpointing": "full"}

@@ -14,6 +14,7 @@ from shardwise.planner.lower_bound import _bytes_per_parameter, least_state_byte
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, layout_of, strategy_from
 from tests.harness.dry_runs import dry_run
+from tests.harness.tiers import quick
 
 MODEL = {"layers": 3, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 768, "vocab": 512}
 
@@ -74,11 +75,16 @@ def test_bound_counts_gathered_weights_and_is_below_the_peak(stage: int) -> None
     "settings",
     [
         {"zero_stage": 1},
-        {"zero_stage": 3},
         {"zero_stage": 3, "replicate": 4},
-        {"zero_stage": 1, "offload": "optimizer"},
-        {"zero_stage": 1, "offload": "optimizer+parameters"},
-        {"zero_stage": 2, "master_weights": False},
+        *(
+            pytest.param(settings, marks=pytest.mark.long)
+            for settings in (
+                {"zero_stage": 3},
+                {"zero_stage": 1, "offload": "optimizer"},
+                {"zero_stage": 1, "offload": "optimizer+parameters"},
+                {"zero_stage": 2, "master_weights": False},
+            )
+        ),
     ],
 )
 def test_bound_on_many_ranks_is_below_the_peak(settings: dict[str, Any]) -> None:
@@ -100,7 +106,9 @@ def test_bound_on_many_ranks_is_below_the_peak(settings: dict[str, Any]) -> None
     assert least <= max(sum(getattr(point.ledger, row) for row in rows) for point in timeline)
 
 
-@pytest.mark.parametrize(("quantize", "bytes_per_weight"), [("none", 2), ("int8", 1), ("nf4", 0.516)])
+@pytest.mark.parametrize(
+    ("quantize", "bytes_per_weight"), quick([("none", 2), ("int8", 1), ("nf4", 0.516)], ("nf4", 0.516))
+)
 def test_bound_of_frozen_weights(quantize: str, bytes_per_weight: float) -> None:
     """Frozen weights are stored in the compute dtype, quantized in blocks, and have no optimizer state."""
     values = {
