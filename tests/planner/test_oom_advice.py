@@ -35,6 +35,7 @@ def test_one_setting_is_changed_or_the_least_is_named(share: float, expected: st
     assert expected in words, words
 
 
+@pytest.mark.long
 def test_no_advice_lowers_the_load_that_the_data_demand() -> None:
     """With less room for experts' tokens the same step is void, and runs again with as much."""
     mixture = {"experts": 4, "expert_ffn": 256, "balance_loss": 0.0}

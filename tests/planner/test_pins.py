@@ -53,7 +53,7 @@ def pins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("offload", "optimizer"),
+        pytest.param("offload", "optimizer", marks=pytest.mark.long),
         pytest.param("offload", "optimizer+parameters", marks=pytest.mark.long),
         ("activation_checkpointing", "full"),
         ("micro_batch_size", 1),
@@ -91,6 +91,7 @@ def test_a_pin_that_costs_nothing_is_not_mentioned(free: tuple[Plan, Answer]) ->
     assert not [each for each in without.nearest if "pins" in each.reason and each.setting != "precision"]
 
 
+@pytest.mark.long
 def test_digits_are_not_dropped() -> None:
     found, answer = planned(precision="fp32")
     assert any(each.strategy.values["precision"] == "bf16" for each in found.candidates)
@@ -115,6 +116,7 @@ def test_states_and_micro_batch_make_room_for_what_is_dropped() -> None:
     )
 
 
+@pytest.mark.long
 def test_other_settings_are_compared_with_the_pins_kept() -> None:
     """A strategy without a pin is the alternative of that pin alone."""
     found, answer = planned(activation_checkpointing="full", offload="optimizer")
@@ -128,6 +130,7 @@ def test_other_settings_are_compared_with_the_pins_kept() -> None:
             assert not {"activation_checkpointing", "offload", "precision"} & changed.keys(), each.setting
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pins_alone")
 def test_what_a_dropped_pin_makes_impossible_goes_with_it() -> None:
     """A fraction of the optimizer state is offloaded, or nothing is: the sentence names both keys."""

@@ -161,6 +161,7 @@ def test_a_neighbour_that_cannot_be_predicted_does_not_end_the_plan(monkeypatch:
         planned(asked)
 
 
+@pytest.mark.long
 def test_when_nothing_fits_it_shows_what_comes_closest() -> None:
     plan = planned(recipe(1))
     assert not plan.fits
