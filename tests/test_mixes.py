@@ -33,7 +33,7 @@ def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
     assert verdict.passed, verdict
 
 
-@pytest.mark.long  # of each setting, rows.json has every value with every ZeRO stage in `make test`
+@pytest.mark.long  # of each setting, rows.json has every value in `make test`
 @pytest.mark.parametrize("trial", [pytest.param(further_trial(*row), id=str(row)) for row in FURTHER])
 def test_what_no_row_has_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
     refuse_broken(trial.recipe, trial.world, str)

@@ -154,7 +154,7 @@ BATCH = 3
 
 
 def tables() -> dict[str, Rows]:
-    """The rows. The few have, on few ranks, each value with each ZeRO stage: exact ones, and adapters."""
+    """The rows. The few have each value, on few ranks: exact ones, and adapters."""
     with_stages = has("zero_stage")
 
     def covering(factors: dict[str, list[Any]], first: Wanted, then: Wanted = lambda pair: True) -> Rows:
@@ -167,10 +167,11 @@ def tables() -> dict[str, Rows]:
     # Hybrid sharding takes three values, which pairs may leave out.
     hybrid = plain | {"data_ranks": 4, "zero_stage": 2, "replicate": 2, "optimizer": "adamw_8bit"}
     assert valid(hybrid)
+    adapters = covering(ADAPTER_FACTORS, lambda p: with_stages(p) and has("adapter")(p)).rows
     return {
-        "exact": Rows(exact, few_of(exact, "zero_stage", world_of)),
+        "exact": Rows(exact, few_of(exact, cost=world_of)),
         "fewer bits": Rows([*fewer.rows, hybrid], fewer.few),
-        "adapters": covering(ADAPTER_FACTORS, lambda p: with_stages(p) and has("adapter")(p)),
+        "adapters": Rows(adapters, few_of(adapters, cost=world_of)),
         "compiled": compiled(),
     }
 

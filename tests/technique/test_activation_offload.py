@@ -75,7 +75,7 @@ def differing(model: dict[str, Any], settings: dict[str, Any], kinds: list[str])
     [
         (1, {"zero_stage": 0}, ["none", "selective", "budget:0.4"]),
         pytest.param(1, {"zero_stage": 0}, ["full", "sqrt", "budget:0"], marks=pytest.mark.long),
-        # tests/test_agreement.py trains offloaded activations with every ZeRO stage.
+        # tests/test_agreement.py trains offloaded activations with every ZeRO stage, in `make test-all`.
         pytest.param(2, {"zero_stage": 1, "precision": "fp64"}, ["none", "every:2"], marks=pytest.mark.long),
         pytest.param(2, {"zero_stage": 2}, ["selective", "budget:0.6"], marks=pytest.mark.long),
         (2, {"zero_stage": 3, "precision": "bf16"}, ["full", "every:2"]),

@@ -91,7 +91,7 @@ def valid(row: Row) -> bool:
 
 
 ROWS = covering_rows(FACTORS, valid)
-# tests/test_agreement.py trains the same offloads with every ZeRO stage.
+# tests/test_agreement.py trains the same offloads with every ZeRO stage, in `make test-all`.
 FEW = few_of(ROWS, cost=lambda row: row["world_size"])
 
 
