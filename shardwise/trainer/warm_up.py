@@ -27,7 +27,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.technique import layout_of, stages_of, without_own_layers
-from shardwise.trainer.meter import frees_returned
+from shardwise.trainer.meter import return_large_frees
 
 _BLOCKS = 1024
 
@@ -35,7 +35,7 @@ _BLOCKS = 1024
 def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
     """The smallest model that the axes of a layout can shard, with ``layers`` blocks.
 
-    The run reuses the memory that this model frees, and that memory is not measured. So the model must be small.
+    The run reuses the small blocks of memory that this model frees, which are not measured.
     """
     sharing = layout.ranks(lambda axis: axis.within_layer)
     heads = math.lcm(4, 2 * sharing)
@@ -52,7 +52,6 @@ def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
     return tiny.model_copy(update={"optimizer": optimizer})
 
 
-@frees_returned()
 def warm_kernels(
     device: torch.device,
     strategy: Strategy,
@@ -63,8 +62,8 @@ def warm_kernels(
 ) -> None:
     """Train a tiny decoder for two steps with ``strategy``, and drop it.
 
-    The system gets what it frees, such as tensors of kernel checks: a run that reused that memory would be measured
-    too low.
+    On the CPU the system gets large frees from here on, until a ``MemoryMeter`` has measured: a run in memory that a
+    kernel check has freed would be measured too low.
 
     Args:
         optimizer: of a library, whose kernels are its own. One that cannot train this model is left out.
@@ -72,6 +71,8 @@ def warm_kernels(
             calls on a CPU.
         objective: one that samples has kernels of its own.
     """
+    if kind_of(device).is_host:
+        return_large_frees(True)
     alone = without_own_layers(strategy).with_values(micro_batch_size=1)
     layout, layers = layout_of(alone, dist.get_world_size()), max(2, stages_of(alone))
     recipe = _tiny(layout, layers, optimizer or OptimizerSpec())
