@@ -103,6 +103,7 @@ def test_frozen_weights(pool: Pool) -> None:
     assert pool.run(2, differing, frozen, {"zero_stage": 3}, ["none"]) == [[], []]
 
 
+@pytest.mark.long
 def test_the_native_decoder(pool: Pool) -> None:
     settings = {"zero_stage": 3, "precision": "bf16"}
     assert pool.run(2, differing, NATIVE, settings, ["none", "selective", "budget:0.4"]) == [[], []]

@@ -232,6 +232,7 @@ def test_native_deepseek_trains_as_one_plain_process(
     parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
 
 
+@pytest.mark.long
 def test_adapters_of_experts(parity: Parity, tmp_path: Path) -> None:
     """Low ranks are divided with the experts that they adapt, also on a base of four bits."""
     folder, adapter = tmp_path / "mixtral", {"rank": 2, "targets": "all"}

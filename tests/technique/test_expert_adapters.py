@@ -135,6 +135,7 @@ def test_trains_as_one_plain_process(settings: list[dict[str, Any]], parity: Par
     parity.all_pass(*(Trial(recipe, 2, {"precision": "fp64", **each}) for each in settings))
 
 
+@pytest.mark.long
 def test_packed_experts_train_as_in_one_process(parity: Parity, tmp_path: Path) -> None:
     save_tiny("qwen3_moe", tmp_path, vocab_size=264)
     recipe = recipe_for(tmp_path, {"rank": 3, "alpha": 6.0, "quantize": "nf4"})

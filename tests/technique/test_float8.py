@@ -211,6 +211,7 @@ def test_a_compiled_layer_saves_its_input_in_8_bits_with_one_scale_and_no_copy_o
     assert large == own | ({(E4M3, x.numel())} if name == "tensorwise" else set())
 
 
+@pytest.mark.long
 def test_a_plan_with_compiled_blocks_counts_8_bit_products_and_no_step_of_a_cast() -> None:
     recipe, cluster = a_recipe(), dataclasses.replace(h100("llama-3-8b")[1], devices_per_node=1)
     runs = [
@@ -310,6 +311,7 @@ def h100(model: str, **strategy: Any) -> tuple[Recipe, Cluster, Strategy]:
     return recipe, cluster_of(recipe.cluster), strategy_from(recipe.strategy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scaling", ["tensor", pytest.param("row", marks=pytest.mark.long)])
 def test_llama_3_8b_on_h100_is_planned_faster_than_bf16_and_in_as_much_memory(scaling: str) -> None:
     found = {}

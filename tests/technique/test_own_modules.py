@@ -118,7 +118,7 @@ def test_adapters_of_a_module(quantize: str, pool: Pool, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", quick(FACTORIES, *(name for name in FACTORIES if name not in ("speech", "mixed")))
+    "name", quick(FACTORIES, "batch_norm", "vit", "siamese", "functional", "double_inputs")
 )
 @pytest.mark.parametrize(
     "device",

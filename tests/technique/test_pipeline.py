@@ -242,6 +242,7 @@ def activations(recipe: Recipe, rank: int) -> int:
     return max(sample.ledger.activations for sample in dry(recipe, rank).timeline)
 
 
+@pytest.mark.long
 def test_activations_of_a_stage_are_those_of_its_micro_batches_in_flight() -> None:
     """Of the two middle stages, which hold nothing but two blocks each."""
     labels = 2 * 8 * 24  # bytes of a micro-batch's ids and labels, which all lie there from the start

@@ -148,6 +148,7 @@ def test_other_objectives(name: str, tmp_path: Path, parity: Parity) -> None:
     parity.all_pass(*trials(packed, 4, of_packed), *trials(padded, 4, of_padded))
 
 
+@pytest.mark.long
 def test_the_balance_loss_of_a_mixture_over_ranks(tmp_path: Path, pool: Pool) -> None:
     """With the same micro-batches, whose auxiliary loss it is."""
     mixture = {

@@ -143,6 +143,7 @@ def test_evaluations_write_the_reward_of_held_out_prompts(
         assert 0 < line["metrics"]["completion_length"] <= 12
 
 
+@pytest.mark.long
 def test_a_rewind_leaves_out_whole_rollouts_and_makes_them_again(
     pool: Pool, recipes: dict[str, Recipe], tmp_path: Path
 ) -> None:

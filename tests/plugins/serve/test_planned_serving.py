@@ -51,6 +51,7 @@ def test_the_peak_is_that_of_real_requests(scheme: str | None, pool: Pool, tmp_p
     assert found == pytest.approx(plan.peak_bytes, rel=0.05)
 
 
+@pytest.mark.long
 def test_the_parts_are_counted(tmp_path: Path) -> None:
     """Keys and values by their formula, packed weights by their bits, for both kinds of model."""
     write_quantized_folder(tmp_path / "model", scheme_of("w4a16-g16"), size=WIDE)
