@@ -100,9 +100,13 @@ DIVIDED = {"expert_parallel": 2, "expert_capacity": 1.0}
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        (EXPERTS, {"zero_stage": 3}),
-        (EXPERTS | MORE | {"dense_layers": 1, "balance_loss": 0.01}, {"zero_stage": 2}),
         (EXPERTS | ALL, {"zero_stage": 1} | DIVIDED),
+        pytest.param(EXPERTS, {"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param(
+            EXPERTS | MORE | {"dense_layers": 1, "balance_loss": 0.01},
+            {"zero_stage": 2},
+            marks=pytest.mark.long,
+        ),
         pytest.param(EXPERTS, {"zero_stage": 1, "activation_checkpointing": "full"}, marks=pytest.mark.long),
     ],
 )

@@ -378,10 +378,11 @@ def test_one_bad_update_is_skipped_and_shown(trained: Trained, tmp_path: Path) -
             "the output of layers.1.mlp.up_proj went non-finite first, on rank 1",
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "gradient",
             {"zero_stage": 3, "activation_checkpointing": "full"},
             "the gradient within layers.0.mlp.down_proj went non-finite first, on rank 0",
+            marks=pytest.mark.long,
         ),
         ("many updates", {"zero_stage": 1}, "the fault does not repeat"),
     ],

@@ -20,7 +20,6 @@ from tests.harness.adapted_experts import adapted
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_tokenizer
 from tests.harness.families import save_tiny
-from tests.harness.tiers import quick
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -162,9 +161,8 @@ checkpoint: {every: 2, keep: 9}
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "quantize"), quick([("lora", "none"), ("lora", "nf4"), ("dora", "nf4")], ("lora", "nf4"))
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "quantize"), [("lora", "none"), ("lora", "nf4"), ("dora", "nf4")])
 def test_a_run_is_resumed_exported_and_generates(
     name: str, quantize: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
