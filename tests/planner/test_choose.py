@@ -112,7 +112,8 @@ def on_one_card(memory_mib: float) -> Predictor:
     return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
 
 
-@pytest.mark.parametrize("memory_mib", quick([900, 300], 900))
+@pytest.mark.long
+@pytest.mark.parametrize("memory_mib", [900, 300])
 def test_the_gradients_of_one_card_can_leave_it(memory_mib: float) -> None:
     """With offloaded parameters ZeRO 3 of one rank sends gradients to the host, too. Without that it takes 1.2 GiB."""
     predictor = on_one_card(memory_mib)

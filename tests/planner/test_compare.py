@@ -138,6 +138,7 @@ def test_a_neighbour_is_estimated_from_what_is_chosen(
     assert candidate.peak_bytes == pytest.approx(whole.sum_bytes, rel=0.03)
 
 
+@pytest.mark.long
 def test_neighbours_of_stages_are_estimated() -> None:
     """No rank of a neighbour with stages is dry-run; its figures are near those that dry runs give."""
     predictor = small(devices=16, layers=8, preset="16xH100-80GB")

@@ -113,6 +113,7 @@ def peak_of(**strategy: Any) -> int:
 SMALLEST = {"zero_stage": 3, "activation_checkpointing": "full", "offload": "optimizer+parameters"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pins", "freed", "drop"),
     [
