@@ -8,13 +8,21 @@ import pytest
 
 from shardwise.cli.main import run as command
 from shardwise.hardware.profiles import PROFILES
+from tests.harness.plans import NOTHING_TO_SEARCH
 
 pytestmark = pytest.mark.cli
+PINS = [
+    f"strategy.{key}={str(value).lower()}"
+    for key, value in (NOTHING_TO_SEARCH | {"precision": "bf16"}).items()
+]
 
 
 def test_a_page_is_written(recipe_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    assert command(["explore", str(recipe_path), "batch_size=4", "--seconds", "0", "--out", str(page)]) == 0
+    assert (
+        command(["explore", str(recipe_path), "batch_size=4", *PINS, "--seconds", "0", "--out", str(page)])
+        == 0
+    )
     devices = [name for name, profile in PROFILES.items() if profile.kind == "cuda"]
     told = f"explorer: {page} ({len(devices)} points; --seconds for more)\n"
     assert capfd.readouterr().out == told, "the first strategy on every card"
