@@ -126,6 +126,7 @@ def answered(folder: str, question: str, options: dict[str, str]) -> str:
     return str(tokenizer.decode(found, skip_special_tokens=True)).strip()
 
 
+@pytest.mark.long
 def test_completions_and_text_are_continued(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

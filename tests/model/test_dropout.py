@@ -230,6 +230,7 @@ strategy: {precision: fp32, zero_stage: 0, micro_batch_size: 2, activation_check
 """
 
 
+@pytest.mark.long
 def test_plan_and_train_say_it(shell: Shell, tmp_path: Path) -> None:
     folder_of(tmp_path / "bert", "bert")
     tokenizer, corpus = write_tokenizer(tmp_path / "tokenizer", "</s>"), write_words(tmp_path / "words.txt")

@@ -220,6 +220,7 @@ def lossy(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(predict, "_reserves", lambda run, *_: (run.replay.reserved, None, None))
 
 
+@pytest.mark.long
 def test_fragmentation_of_what_failed_ends_the_search_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of all stages of ZeRO fit, but the allocator loses as much again: the first failure tells."""
     pins: dict[str, Any] = {"devices": 8, "activation_checkpointing": "none", "micro_batch_size": 2}

@@ -120,7 +120,7 @@ NEAR: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("own", "change"), quick(NEAR, NEAR[2], NEAR[4]))
+@pytest.mark.parametrize(("own", "change"), quick(NEAR, NEAR[2]))
 def test_a_neighbour_is_estimated_from_what_is_chosen(
     own: dict[str, Any], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

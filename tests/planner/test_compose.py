@@ -192,6 +192,7 @@ def test_blocks_of_several_kinds_are_composed(layers: int, make: Any, kind: str,
     assert all((layers - point.depth) % 3 == 0 < layers - point.depth for point in of.composer.points)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "values"),
     [

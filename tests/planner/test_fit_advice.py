@@ -86,6 +86,7 @@ def test_the_first_remedy_that_fits_is_advised_and_fits_in_full(peaks: dict[str,
     assert whole.peak.bytes == pytest.approx(advice.advised.candidate.peak_bytes, rel=0.05)
 
 
+@pytest.mark.long
 def test_adapters_come_last_and_invalid_remedies_have_their_rule() -> None:
     """Weights sharded by tensor parallelism cannot be quantized."""
     free = {"precision": "bf16"}

@@ -55,9 +55,9 @@ def pins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param("offload", "optimizer", marks=pytest.mark.long),
         pytest.param("offload", "optimizer+parameters", marks=pytest.mark.long),
-        ("activation_checkpointing", "full"),
         ("micro_batch_size", 1),
-        ("tensor_parallel", 2),
+        pytest.param("activation_checkpointing", "full", marks=pytest.mark.long),
+        pytest.param("tensor_parallel", 2, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.usefixtures("pins_alone")
@@ -139,6 +139,7 @@ def test_what_a_dropped_pin_makes_impossible_goes_with_it() -> None:
     assert pins and {*pins.groups()} == {"strategy.offload", "strategy.offload_fraction"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pins_alone")
 def test_a_plan_for_memory_keeps_its_pins() -> None:
     """Of a space of stages of ZeRO alone."""

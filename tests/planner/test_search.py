@@ -185,6 +185,7 @@ def test_the_plan_survives_json() -> None:
     assert set(data["step"]) >= {"seconds", "tokens", "flops", "traffic_bytes", "mfu"}
 
 
+@pytest.mark.long
 def test_resharding_llama_3_8b_saves_what_was_published() -> None:
     """torchtitan measured 62.18 and 49.59 GiB on 8 H100 (reshard_after_forward never, default): 12.59 GiB.
 
@@ -206,6 +207,7 @@ def test_resharding_llama_3_8b_saves_what_was_published() -> None:
     assert (peaks[0] - peaks[1]) / 2**30 == pytest.approx(12.59, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_batch_of_any_size_takes_few_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each power of two was predicted, and each micro-batch's samples allocated by themselves."""
     predicted: list[int] = []

@@ -185,7 +185,12 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def test_adapters_are_gathered_by_name_from_every_layout(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS[1::2], pytest.param(LAYOUTS[::2], marks=pytest.mark.long)], ids=["stages", "others"]
+)
+def test_adapters_are_gathered_by_name_from_every_layout(
+    layouts: list[dict[str, Any]], pool: Pool, tmp_path: Path
+) -> None:
     """The file of any division is that of one process; rank 3 is divided among four ranks, so one has nothing."""
     adapter = {"rank": 3, "alpha": 6}
     (alone,) = pool.run(1, saved_rank, adapter, {"precision": "fp64"}, str(tmp_path / "alone"))
@@ -193,7 +198,7 @@ def test_adapters_are_gathered_by_name_from_every_layout(pool: Pool, tmp_path: P
     blueprint = blueprint_of(recipe_with(adapter))
     assert isinstance(blueprint, AdaptedModel) and expected.shapes == blueprint.adapter_shapes
     assert json.loads((Path(alone) / CONFIG).read_text())["r"] == 3
-    for index, settings in enumerate(LAYOUTS):
+    for index, settings in enumerate(layouts):
         folder = str(tmp_path / str(index))
         found = pool.run(4, saved_rank, adapter, settings | {"precision": "fp64"}, folder, timeout=120)
         assert len(set(found)) == 1

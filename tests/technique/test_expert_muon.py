@@ -66,11 +66,12 @@ def test_each_expert_is_a_matrix_of_its_own(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(stack.data, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
         [{"zero_stage": 3}, {"zero_stage": 3, "expert_parallel": 2}],
-        pytest.param([{"zero_stage": 1}, {"expert_parallel": 2}], marks=pytest.mark.long),
+        [{"zero_stage": 1}, {"expert_parallel": 2}],
     ],
     ids=str,
 )

@@ -324,6 +324,7 @@ def test_the_optimizer_in_the_backward_pass(trained: Trained) -> None:
     assert_same_run(found, trained(without_fault(case, 2)), 1e-10)
 
 
+@pytest.mark.long
 def test_loss_scale_and_guard_are_restored(trained: Trained) -> None:
     """fp16: an OOM is no overflow, and no skipped update."""
     sections = (("loss_scale", {"initial": 1024.0, "growth_interval": 4}), *EVERY_2)
@@ -337,6 +338,7 @@ def test_loss_scale_and_guard_are_restored(trained: Trained) -> None:
     assert all(len(rank["state"].guard.losses) == STEPS and rank["state"].guard.skips == 0 for rank in found)
 
 
+@pytest.mark.long
 def test_a_micro_batch_of_one_ends_the_run(pool: Pool, corpus: Path, tmp_path: Path) -> None:
     """With one line and the data for advice; the checkpoint is whole, and a resume begins with the smallest."""
     case = Case(3, (1,), where="loss", fits=0, sections=EVERY_2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,18 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
 
-def test_packed_records_train_on_two_ranks_as_on_one(parity: Parity, tmp_path: Path) -> None:
-    agree(parity, small(tmp_path, True, SMALL), "fp64", *ASKED)
+FIRST = ("zero 1, offload", "tensor in shares", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [FIRST, pytest.param([name for name in ASKED if name not in FIRST], marks=pytest.mark.long)],
+    ids=["some", "others"],
+)
+def test_packed_records_train_on_two_ranks_as_on_one(
+    names: Sequence[str], parity: Parity, tmp_path: Path
+) -> None:
+    agree(parity, small(tmp_path, True, SMALL), "fp64", *names)
 
 
 def test_packed_records_in_divided_rows_of_a_divided_model(parity: Parity, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_the_picture_shows_the_plan_s_passes_and_the_run_s(run: RunRecord) -> No
         assert f"waits {100 * played.bubble:.0f} %" in axes.get_title(loc="left")
 
 
+@pytest.mark.long
 def test_the_report_shows_both_and_every_schedule(run: RunRecord) -> None:
     write_report(run.folder)
     page = (run.folder / "report.html").read_text(encoding="utf-8")

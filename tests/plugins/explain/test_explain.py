@@ -83,6 +83,7 @@ def test_checkpointing_is_of_the_model(capsys: pytest.CaptureFixture[str]) -> No
     assert "tiny: 3 blocks, one sequence of" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.long
 def test_checkpointing_without_a_model_is_of_a_small_decoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "checkpointing", "--depth", "4"]) == 0
     assert "a small decoder of 4 blocks" in " ".join(capsys.readouterr().out.split())

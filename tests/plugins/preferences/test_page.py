@@ -54,7 +54,11 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("words", REFERENCES, ids=["adapter", "all weights", "recipe"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=[pytest.mark.long] * (words != (RECIPE,))) for words in REFERENCES],
+    ids=["adapter", "all weights", "recipe"],
+)
 def test_eval_of_the_held_out_pairs_is_the_last_evaluation_and_the_page_shows_it(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +81,7 @@ def test_eval_of_the_held_out_pairs_is_the_last_evaluation_and_the_page_shows_it
     assert "nats per token" not in page and "perplexity" not in page
 
 
+@pytest.mark.long
 def test_rollouts_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reward" in trained("grpo.yaml", tmp_path, monkeypatch, "steps=6")["measures"]
     report = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))

@@ -58,6 +58,7 @@ def mean_error(found: Quantized, matrix: str) -> float:
     return sum(errors) / len(errors)
 
 
+@pytest.mark.long
 def test_scales_lose_less_than_clipping_and_rounding_to_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

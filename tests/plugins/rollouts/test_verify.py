@@ -16,6 +16,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 def test_a_strategy_trains_as_the_plain_process_and_another_loss_does_not(pool: Pool, tmp_path: Path) -> None:
     source = prompts(tmp_path)
     right, wrong = [], []

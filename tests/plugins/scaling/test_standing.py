@@ -19,6 +19,7 @@ from shardwise.report.page import render_page
 from shardwise.report.record import RunRecord, read_run
 from shardwise.report.tables import plan_text
 from shardwise.technique import SETTINGS
+from tests.harness.tiers import quick
 from tests.planner.test_origins import asked, numbers, origin_of, whole_plan
 from tests.report.conftest import MakeRun
 
@@ -91,7 +92,7 @@ def test_a_law_of_subwords_does_not_predict_bytes(gpt_3: Plan) -> None:
     assert "is not that of bytes" in found.warnings[-1]
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25], ids=["text", "answers to prompts"])
+@pytest.mark.parametrize("share", quick([1.0, 0.25], 0.25), ids=["text", "answers to prompts"])
 def test_the_noise_of_a_run_advises_the_batch_size(share: float, plan: Plan, make_run: MakeRun) -> None:
     """|G|^2 = 1 and S = 4 steps' targets. The batch of 8 sequences is a quarter of the noise scale."""
     tokens, folder = int(share * plan.step.tokens), make_run(plan, steps=4)
