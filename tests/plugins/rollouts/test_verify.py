@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness.pool import Pool
 from tests.harness.ranks import plain_rank, verified_rank
 from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
