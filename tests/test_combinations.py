@@ -103,6 +103,7 @@ def untrained() -> list[tuple[str, str]]:
     return [pair for pair, verdict in verdicts().items() if verdict.example and pair not in trained()]
 
 
+@pytest.mark.long
 def test_every_pair_that_goes_together_has_a_row_that_trains_both() -> None:
     """The rows are read off the tests; a row that is left out, or a new setting without one, is seen here."""
     assert untrained() == UNTRAINED

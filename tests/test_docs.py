@@ -260,6 +260,7 @@ def test_what_recomputation_holds_and_costs_is_todays() -> None:
     assert generate.recomputation() in page.read_text(encoding="utf-8"), "run `make docs`"
 
 
+@pytest.mark.long
 def test_what_plain_and_full_recomputation_hold_and_cost_is_todays() -> None:
     """Two rows of that table, from dry runs of two and three blocks of the 32."""
     page = ROOT / "docs" / "concepts" / "activation-memory.md"
@@ -443,6 +444,7 @@ def test_python_is_nowhere_else() -> None:
     }
 
 
+@pytest.mark.long
 def test_the_worked_objective_works(tmp_path: Path) -> None:
     """One file and a recipe: the page's tests of parity and of memory pass."""
     files = [block for block in blocks(OBJECTIVE_PAGE) if block.file]

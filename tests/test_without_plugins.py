@@ -50,6 +50,7 @@ def test_the_core_does_its_work(folder: Path) -> None:
     assert (folder / "model" / "config.json").is_file() and (folder / "run" / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_what_plugins_add_is_absent(folder: Path) -> None:
     help_page = shell(folder, "--help").stdout
     assert "verify" in help_page and not any(f"│ {verb} " in help_page for verb in VERBS)

@@ -81,6 +81,7 @@ def test_the_scalar_code_of_a_dry_run_has_the_buffers_of_the_vectorized(
     assert scalar.cost == vectorized.cost
 
 
+@pytest.mark.long
 def test_a_plan_for_a_gpu_leaves_no_kernel_behind_in_the_compiler(compilations: list[object]) -> None:
     """The compiler's trace caches the kernel that an operator dispatches to; CUDA's have no gradient on a CPU."""
     for device in ("cpu", "H100-80GB", "cpu", "H100-80GB"):
@@ -128,6 +129,7 @@ class Numbered(nn.Module):
         return self.layer(x) * self.number if self.reads else self.layer(x).relu()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
@@ -222,6 +224,7 @@ def saved_bytes(block: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return result, sum(storages.values())
 
 
+@pytest.mark.long
 def test_a_compiled_block_saves_less_as_its_budget_falls_and_as_much_as_is_planned() -> None:
     """Real tensors and real kernels against fakes; gradients against those of the plain block.
 
