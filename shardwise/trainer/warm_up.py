@@ -62,8 +62,8 @@ def warm_kernels(
 ) -> None:
     """Train a tiny decoder for two steps with ``strategy``, and drop it.
 
-    On the CPU the system gets large frees from here on, until a ``MemoryMeter`` has measured: a run in memory that a
-    kernel check has freed would be measured too low.
+    On the CPU, large freed blocks go back to the system from here on, until a ``MemoryMeter`` has measured. Otherwise
+    the run would reuse what a kernel check has freed, and its peak would be measured too low.
 
     Args:
         optimizer: of a library, whose kernels are its own. One that cannot train this model is left out.

@@ -244,8 +244,11 @@ def test_an_optimizer_that_needs_all_parameters_has_them_or_is_refused(
             assert "set strategy.zero_stage: 0" in line
 
 
-def test_a_checkpoint_continues_under_another_layout(expected: Expected, pool: Pool, tmp_path: Path) -> None:
-    names, plain = list(SOME), expected(2)
+@pytest.mark.parametrize("factories", quick([[*SOME], [*HABITS]], [*SOME]), ids=len)
+def test_a_checkpoint_continues_under_another_layout(
+    factories: list[str], expected: Expected, pool: Pool, tmp_path: Path
+) -> None:
+    names, plain = factories, expected(2)
     pool.run(2, saved, names, LAYOUTS["zero 3"][1], 2, tmp_path, timeout=300)
     for layout in ("alone", "stages"):
         world, settings = LAYOUTS[layout]
@@ -280,6 +283,7 @@ COUNTING = tuple(map(own.name_of, (own.CountsInGroup, own.CountsInAttributes, ow
     [
         pytest.param("alone", (*HABITS, "torch.optim:NAdam", "torch.optim:Rprop"), marks=pytest.mark.long),
         ("zero 3", COUNTING[1:]),
+        pytest.param("zero 3", (*COUNTING, READ_BY_HOST), marks=pytest.mark.long),
     ],
 )
 def test_a_rewind_brings_the_counters_back(layout: str, names: tuple[str, ...], pool: Pool) -> None:
@@ -459,10 +463,13 @@ def state_bytes(factories: list[str], settings: dict[str, Any]) -> dict[str, int
     return found
 
 
+@pytest.mark.parametrize("factories", quick([[*SOME], [*HABITS]], [*SOME]), ids=len)
 @pytest.mark.parametrize("layout", quick(["alone", "zero 3"], "zero 3"))
-def test_planned_state_is_the_state_that_a_run_has(layout: str, pool: Pool, remembered_trials: None) -> None:
+def test_planned_state_is_the_state_that_a_run_has(
+    layout: str, factories: list[str], pool: Pool, remembered_trials: None
+) -> None:
     world, settings = LAYOUTS[layout]
-    names = [own.name_of(own.CountsInGroup), READ_BY_HOST, *WHOLE_MATRICES]
+    names = [*factories, READ_BY_HOST, *WHOLE_MATRICES]
     real = pool.run(world, state_bytes, names, settings, timeout=300)[0]
     for name in names:
         wanted = recipe(name, cluster={"devices_per_node": world})

@@ -91,13 +91,8 @@ def test_layers_that_run_again_or_elsewhere_cast_as_well(name: str, pool: Pool, 
     trains(pool, tmp_path, recipe(name), MORE)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.long)
-        for n in ("batch_norm", "vit", "mixed", "diffusion", "contrastive")
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["batch_norm", "vit", "mixed", "diffusion", "contrastive"])
 def test_layers_are_compiled(name: str, pool: Pool, tmp_path: Path) -> None:
     trains(pool, tmp_path, recipe(name), [{"precision": "bf16", "zero_stage": 2, "compile": "block"}])
 

@@ -31,6 +31,7 @@ from shardwise.recipe.load import parse_recipe
 from shardwise.report.record import read_run
 from shardwise.technique import SETTINGS
 from tests.harness.browser import Browser, browser
+from tests.harness.tiers import quick
 
 pytestmark = pytest.mark.plan
 
@@ -52,14 +53,20 @@ def fresh_plan(recipe_text: str) -> Plan:
     return plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster), compare=False)
 
 
-def test_random_points_equal_plans_of_the_copied_recipe(exploration: Exploration) -> None:
+@pytest.mark.parametrize("count", quick([2, 5], 2))
+def test_random_points_equal_plans_of_the_copied_recipe(count: int, exploration: Exploration) -> None:
+    """As many that do not fit; twice as many of the recipe's device, and of all."""
     data = exploration.data()
     points = [point for point in data["points"] if "p" in point]
     assert len(points) >= 200 and exploration.done
     own, chosen, verdicts = data["start"][0], random.Random(41), set()
     tight = [point for point in points if point["c"][0] == own]  # the others have more memory
     refused = [point for point in points if point["v"] == "does not fit"]
-    for point in [*chosen.sample(tight, 3), *chosen.sample(points, 3), *chosen.sample(refused, 2)]:
+    for point in [
+        *chosen.sample(tight, 2 * count),
+        *chosen.sample(points, 2 * count),
+        *chosen.sample(refused, count),
+    ]:
         plan = fresh_plan(copied(data, point))
         figures = (plan.peak.bytes, plan.peak.rank, plan.step.seconds, plan.step.tokens, plan.line)
         assert figures == (point["p"], point["r"], point["s"], point["k"], data["texts"][point["n"]])

@@ -116,16 +116,26 @@ def test_dpo_with_a_frozen_copy(world: int, tmp_path: Path, parity: Parity) -> N
     parity.all_pass(*trials(recipe_for(tmp_path), world, COPIES[world]))
 
 
-def test_precomputed_references_under_zero_3_and_in_pipelines(tmp_path: Path, parity: Parity) -> None:
+@pytest.mark.parametrize("stages", quick(IN_STAGES, IN_STAGES[2]), ids=str)
+def test_precomputed_references_under_zero_3_and_in_pipelines(
+    stages: dict[str, Any], tmp_path: Path, parity: Parity
+) -> None:
     """TRL #6403: the plain process compares with a copy of its own."""
     recipe = recipe_for(tmp_path)
-    mixes = [{"zero_stage": 3}, {"sequence_parallel": 2, "tensor_parallel": 2}, IN_STAGES[2]]
+    mixes = [{"zero_stage": 3}, {"sequence_parallel": 2, "tensor_parallel": 2}, stages]
     parity.all_pass(*trials(recipe, 4, [mix | {"reference": "precomputed"} for mix in mixes]))
 
 
-def test_adapters_that_are_switched_off(tmp_path: Path, parity: Parity) -> None:
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        [{"zero_stage": 3}, *IN_STAGES[:2]],
+        pytest.param([{"zero_stage": 2, "sequence_parallel": 2}, IN_STAGES[2]], marks=pytest.mark.long),
+    ],
+    ids=["stages", "sequences"],
+)
+def test_adapters_that_are_switched_off(mixes: list[dict[str, Any]], tmp_path: Path, parity: Parity) -> None:
     recipe = recipe_for(tmp_path, adapter=ADAPTER)
-    mixes = [{"zero_stage": 3}, *IN_STAGES[:2]]
     parity.all_pass(*trials(recipe, 4, [mix | {"reference": "adapter_off"} for mix in mixes]))
 
 
@@ -136,8 +146,10 @@ def test_first_values_of_modules_that_are_trained_in_full(tmp_path: Path, parity
     parity.all_pass(*trials(recipe, 2, [mix | {"reference": "adapter_off"} for mix in mixes]))
 
 
+@pytest.mark.parametrize("all_mixes", quick([False, True], False), ids=["some", "all"])
 @pytest.mark.parametrize("name", quick(["ipo", "orpo", "simpo", "cpo", "reward", "kto"], "orpo", "kto"))
-def test_other_objectives(name: str, tmp_path: Path, parity: Parity) -> None:
+def test_other_objectives(name: str, all_mixes: bool, tmp_path: Path, parity: Parity) -> None:
+    """A ring takes padded rows alone."""
     packed = recipe_for(tmp_path, name)
     padded = packed.model_copy(update={"data": packed.data.model_copy(update={"packing": False})})
     of_packed = [{"zero_stage": 3, "tensor_parallel": 2}, {"zero_stage": 1, "sequence_parallel": 2}]
@@ -145,6 +157,8 @@ def test_other_objectives(name: str, tmp_path: Path, parity: Parity) -> None:
         {"zero_stage": 1, "sequence_parallel": 2, "sequence_method": "ring"},
         {"pipeline_parallel": 2, "zero_stage": 1},
     ]
+    if all_mixes:
+        of_packed, of_padded = [*of_packed, of_padded[1]], [*of_packed, *of_padded]
     parity.all_pass(*trials(packed, 4, of_packed), *trials(padded, 4, of_padded))
 
 

@@ -162,7 +162,7 @@ def test_a_line_says_what_transformers_needs(
     words += ["--calibrate", str(folder / "words.txt")]
     needs = "quantization_config=CompressedTensorsConfig(dequantize=True) only: MambaForCausalLM"
     rounded = "with activations in 8 bits as transformers rounds them"
-    for scheme, there in (("w4a16-g16", needs), ("fp8", rounded)):
+    for scheme, there in (("w4a16-g16", needs), ("w8a8", rounded), ("fp8", rounded)):
         words[1], words[3] = str(tmp_path / scheme), scheme
         shown = said(words, capfd)
         assert [text in shown for text in (needs, rounded)] == [text == there for text in (needs, rounded)]
