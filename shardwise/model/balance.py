@@ -34,9 +34,10 @@ class Costs:
 
 @functools.lru_cache(maxsize=8)
 def costs_of(blueprint: Blueprint, sequence_length: int) -> Costs:
-    """Count a model with one block and one with two. The blueprint's depth must not be None."""
-    one, two = (_forward_flops(blueprint, sequence_length, depth)[-1] for depth in (1, 2))
-    return Costs(two - one, 2 * one - two)
+    """Count a model of two blocks. The blueprint's depth must not be None."""
+    first, second, end = _forward_flops(blueprint, sequence_length, depth=2)
+    block = second - first
+    return Costs(block, end - 2 * block)
 
 
 def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int | None = None) -> list[int]:
