@@ -157,11 +157,6 @@ class ObjectiveSpec(Section):
         return (self.epochs or 1) * (self.minibatches or 1)
 
     @property
-    def needs_whole_step(self) -> bool:
-        """Whether the loss of a sample depends on all samples of its step."""
-        return self.name == "kto"
-
-    @property
     def unread(self) -> list[str]:
         """Keys that are given and that this objective does not read."""
         read = {"name", *READ[self.name]} if self.name is not None else {"factory", "arguments"}

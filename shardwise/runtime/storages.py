@@ -42,19 +42,10 @@ def outside_autograd(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def copy_of_storage(tensor: Tensor) -> Tensor:
-    """A copy of the tensor's whole storage."""
-    return _elements(outside_autograd(tensor)).clone()
-
-
 def bytes_of_storage(tensor: Tensor) -> Tensor:
     """The tensor's whole storage as bytes."""
-    return _elements(tensor).view(torch.uint8)
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """The whole storage as one vector of the tensor's dtype."""
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((elements,), (1,), 0).view(torch.uint8)
 
 
 def storages_in(tree: Any) -> Storages:
