@@ -19,7 +19,8 @@ from shardwise.model.blueprint import Blueprint, batch_shapes, loss_of
 from shardwise.model.plain_passes import PlainPasses
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.flops import FlopCounter
-from shardwise.runtime.torch_private import FakeTensorMode, cast_floats
+from shardwise.runtime.torch_private import cast_floats
+from shardwise.runtime.torch_private_fake import StaticFakeMode
 
 _ATTENTION = ("flash", "efficient")
 """Every fused backend counts the same FLOPs."""
@@ -55,7 +56,7 @@ def _counted_flops(
         cast_floats(module, dtype_named(dtype))
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = StaticFakeMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), fake, counter, TARGET_KERNELS[device_kind].kernels(1, _ATTENTION):
         blueprints = {model: blueprint, **{frozen[role]: other for role, other in others.items()}}
         for module, owner in blueprints.items():

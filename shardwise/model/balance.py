@@ -21,7 +21,8 @@ from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.stage import Stage
 from shardwise.runtime.flops import FlopCounter
-from shardwise.runtime.torch_private import NEEDS_VALUES, FakeTensorMode
+from shardwise.runtime.torch_private import NEEDS_VALUES
+from shardwise.runtime.torch_private_fake import StaticFakeMode
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int | None
     counter = FlopCounter()
     with torch.device("meta"):
         model = blueprint.build(depth)
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), StaticFakeMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         shapes = blueprint.sample_shapes(sequence_length)
         batch = {name: torch.zeros((1, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}

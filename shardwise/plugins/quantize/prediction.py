@@ -24,7 +24,8 @@ from shardwise.plugins.quantize.source import SourceModel
 from shardwise.plugins.quantize.state import QuantizedBlock
 from shardwise.plugins.quantize.stream import Batches, quantize_blocks
 from shardwise.plugins.quantize.walk import Walk
-from shardwise.runtime.torch_private import FakeTensorMode, TorchDispatchMode, reading_a_value
+from shardwise.runtime.torch_private import TorchDispatchMode, reading_a_value
+from shardwise.runtime.torch_private_fake import StaticFakeMode
 
 
 class _Unsaved:
@@ -84,7 +85,7 @@ def counted_peak(run: Callable[[], object]) -> int:
     """Peak bytes of the tensors that ``run`` makes, which are fake."""
     target = TARGET_KERNELS["cpu"]
     tracker = Tracker({}, target.workspace, target.kept, lambda: "")
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = StaticFakeMode(allow_non_fake_inputs=True)
     with fake, tracker.watching(), target.kernels(1, ()), _Constants():
         run()
     return max(peak.bytes for peak in peaks(tracker).values())

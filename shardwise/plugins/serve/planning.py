@@ -218,12 +218,12 @@ class _Counted:
         from shardwise.plugins.serve.load import allocated, meta_model
         from shardwise.plugins.serve.multi_lora import BASE, Bank
         from shardwise.plugins.serve.serving import SERVED_DTYPES
-        from shardwise.runtime.torch_private import FakeTensorMode
+        from shardwise.runtime.torch_private_fake import StaticFakeMode
 
         dtype, target = SERVED_DTYPES[self.precision], TARGET_KERNELS[self.cluster.device.kind]
         built = meta_model(self.blueprint, self.recipe.adapter, dtype)
         tracker = Tracker({}, target.workspace, target.kept, lambda: "")
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = StaticFakeMode(allow_non_fake_inputs=True)
         with fake, tracker.watching(), target.kernels(1, self.cluster.device.attention), torch.no_grad():
             model = allocated(built, torch.device("cpu"))
             weights = _stored_bytes(model)
