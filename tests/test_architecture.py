@@ -39,6 +39,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def layer_of(path: Path) -> str | None:
     """The room: a subpackage, or a module of the top level; None for the package itself and its entry point."""
     parts = path.relative_to(PACKAGE).parts
@@ -46,7 +51,7 @@ def layer_of(path: Path) -> str | None:
 
 
 def imported(path: Path) -> Iterator[tuple[str, ast.stmt]]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -72,7 +77,7 @@ def test_no_class_name_is_used_twice() -> None:
     """A reader who searches for a class finds one."""
     found: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(path.name)
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
@@ -117,7 +122,7 @@ def test_files_and_functions_are_small_and_annotated() -> None:
         has_note = ast.get_docstring(tree) or (path.name == "__init__.py" and not text)
         if len(text.splitlines()) > LONGEST_FILE or not has_note:
             wrong.append(str(path))
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef):
                 long = (node.end_lineno or 0) - node.lineno >= LONGEST_FUNCTION
                 wrong += [f"{path}:{node.lineno} {node.name}"] if long or node.returns is None else []
@@ -157,7 +162,7 @@ def test_settings_of_pipelines_stay_in_their_room() -> None:
     for path in FILES:
         if path.is_relative_to(PACKAGE / "technique" / "pipeline"):
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         read = {(name, line) for name, line in _read_by_name(tree) if name in keys}
         if path != order:
             read |= {(name, node.lineno) for name, node in _imported_names(tree) if name in settings}
@@ -166,7 +171,7 @@ def test_settings_of_pipelines_stay_in_their_room() -> None:
 
 def _read_by_name(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Names that are read as attributes, as keys in brackets, or as first strings of ``get`` and ``getattr``."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Attribute(attr=name):
                 yield name, node.lineno
@@ -179,7 +184,7 @@ def _read_by_name(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def _imported_names(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom):
             yield from ((alias.name, node) for alias in node.names)
 
@@ -197,7 +202,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
         for name, node in imported(path):
             writes = path == PACKAGE / "core" / "memory_snapshot.py"
             assert name.split(".")[0] not in banned or writes, f"{path}:{node.lineno}"
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}"
 
@@ -243,19 +248,19 @@ def is_private(name: str) -> bool:
 
 def private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Private attributes of anything but ``self`` and ``cls``, also those that are named by a string."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield node.attr, node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
-            name = node.args[1]
-            if isinstance(name, ast.Constant) and is_private(str(name.value)):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            named = node.func.id in ("getattr", "setattr", "hasattr")
+            if named and isinstance(name := node.args[1], ast.Constant) and is_private(str(name.value)):
                 yield str(name.value), node.lineno
 
 
 def private_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Imports from PyTorch by a private name, or from a private module."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -271,11 +276,11 @@ def test_private_names_of_torch_are_in_two_files() -> None:
     trees = {path: tree_of(path) for path in FILES}
     of_torch = {name for path in TORCH_PRIVATE for name, _ in private_attributes(trees[path])}
     own: set[str] = set()
-    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+    for node in (node for tree in trees.values() for node in nodes_of(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            own |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            own |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
     found = [
         f"{path.relative_to(PACKAGE)}:{line} {name}"
         for path, tree in trees.items()
@@ -300,11 +305,11 @@ def test_every_private_name_is_used() -> None:
     used = {
         alias.name
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(tree_of(path))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("shardwise.runtime.torch_private")
         for alias in node.names
     }
     within = {
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        node.id for node in nodes_of(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     assert not sorted(entries - used - within - {"CHECKED"})

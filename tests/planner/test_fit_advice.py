@@ -50,10 +50,16 @@ def advice_for(recipe: Recipe) -> FitAdvice:
     return advise(recipe, cluster_of(recipe.cluster))
 
 
-@pytest.fixture
-def peaks() -> dict[str, int]:
-    """Peak bytes of the last try of each remedy, with memory enough for all."""
-    advice = advice_for(asked(80))
+@pytest.fixture(scope="module")
+def roomy() -> FitAdvice:
+    """With memory enough for all remedies."""
+    return advice_for(asked(80))
+
+
+@pytest.fixture(scope="module")
+def peaks(roomy: FitAdvice) -> dict[str, int]:
+    """Peak bytes of the last try of each remedy."""
+    advice = roomy
     assert [outcome.remedy.name for outcome in advice.outcomes] == NAMES  # the first try of each fits
     assert advice.advised is advice.outcomes[1]  # sharded for throughput
     assert "it fits" in advice.reasons[0]
@@ -210,9 +216,8 @@ def test_a_faster_optimizer_is_named_where_the_plan_offloads() -> None:
     )
 
 
-def test_eight_bit_moments_are_a_remedy_of_adamw_alone() -> None:
-    """They need less than the same strategy with 32 bits, and more than with the moments on the host."""
-    by_name = {each.remedy.name: each for each in advice_for(asked(80)).outcomes}
+def test_eight_bit_moments_are_a_remedy_of_adamw_alone(roomy: FitAdvice) -> None:
+    by_name = {each.remedy.name: each for each in roomy.outcomes}
     assert by_name["8-bit AdamW"].overrides[0] == "optimizer.name=adamw_8bit"
     sgd = advice_for(asked(80, optimizer={"name": "sgd"}))
     adapter = advice_for(asked(80, adapter={"name": "lora"}))

@@ -53,13 +53,6 @@ def planned(recipe: Recipe, *overrides: str) -> Plan:
     return plan_for(changed, blueprint_of(changed), cluster_of(changed.cluster), compare=False)
 
 
-def limits(recipe: Recipe) -> tuple[Plan, Recipe, dict[str, QuantityLimit]]:
-    """The plan, its recipe with all settings pinned, and its limits."""
-    plan = planned(recipe)
-    pinned = recipe.model_copy(update={"strategy": dict(plan.strategy.values)})
-    return plan, pinned, {one.quantity: one for one in limits_of(recipe, cluster_of(recipe.cluster), plan)}
-
-
 def limit_of(recipe: Recipe, quantity: str) -> QuantityLimit:
     plan, cluster = planned(recipe), cluster_of(recipe.cluster)
     varied = next(each for each in _ranges(recipe, cluster, plan) if each.quantity == quantity)
@@ -76,24 +69,41 @@ def overrides_of(quantity: str, value: int) -> list[str]:
     }[quantity]
 
 
+QUANTITIES = ("micro_batch_size", "sequence_length", "layers", "devices")
+
+
+@pytest.mark.parametrize("quantity", quick(QUANTITIES, "micro_batch_size", "devices"))
 @pytest.mark.parametrize("memory_gib", quick([2.2, 1.86], 2.2))
-def test_each_limit_fits_in_full_and_the_next_value_does_not(memory_gib: float) -> None:
+def test_each_limit_fits_in_full_and_the_next_value_does_not(memory_gib: float, quantity: str) -> None:
     """Of a plan that fits, and of one that does not."""
-    plan, pinned, found = limits(asked(memory_gib))
+    recipe = asked(memory_gib)
+    plan = planned(recipe)
     assert plan.fits == (memory_gib > 2)
-    assert list(found) == ["micro_batch_size", "sequence_length", "layers", "devices"]
-    for quantity, limit in found.items():
-        for value, peak in ((limit.fits, limit.peak_bytes), (limit.stops, limit.stop_bytes)):
-            if value is None:
-                continue
+    pinned = recipe.model_copy(update={"strategy": dict(plan.strategy.values)})
+    limit = limit_of(pinned, quantity)
+    for value, peak in ((limit.fits, limit.peak_bytes), (limit.stops, limit.stop_bytes)):
+        if value is not None:
             other = planned(pinned, *overrides_of(quantity, value))
-            assert other.peak.bytes == peak, (quantity, value)
-            assert (other.fits and not other.tight) == (value == limit.fits), (quantity, value)
-    batch, devices = found["micro_batch_size"], found["devices"]
-    assert batch.now == 2 and devices.now == 4
-    if plan.fits:  # the batch grows with the ranks' shares, and the range of devices ends
-        assert batch.fits and batch.fits > 4 and batch.note == f"batch_size {4 * batch.fits:,}"
-        assert devices.sentence() == "devices: 1 fits; one is enough"
+            assert other.peak.bytes == peak, value
+            assert (other.fits and not other.tight) == (value == limit.fits), value
+    if quantity == "micro_batch_size" and plan.fits:  # the batch grows with the ranks' shares
+        assert limit.now == 2 and limit.fits and limit.fits > 4
+        assert limit.note == f"batch_size {4 * limit.fits:,}"
+    if quantity == "devices" and plan.fits:  # their range ends
+        assert limit.now == 4 and limit.sentence() == "devices: 1 fits; one is enough"
+
+
+def test_every_quantity_is_varied() -> None:
+    recipe = asked()
+    ranges = _ranges(recipe, cluster_of(recipe.cluster), planned(recipe))
+    assert tuple(varied.quantity for varied in ranges) == QUANTITIES
+
+
+@pytest.mark.long
+def test_every_quantity_has_a_limit() -> None:
+    recipe = asked()
+    found = limits_of(recipe, cluster_of(recipe.cluster), planned(recipe))
+    assert tuple(limit.quantity for limit in found) == QUANTITIES
 
 
 def test_what_a_rule_forbids_is_not_possible() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from shardwise.technique import SETTINGS
 MODEL = {"layers": 5, "width": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 4096, "context": 1024}
 
 
-def planned(devices: int = 2, memory_gib: float | None = None, **pins: Any) -> tuple[Plan, Answer]:
+def planned(devices: int, memory_gib: float | None = None, **pins: Any) -> tuple[Plan, Answer]:
     cluster: dict[str, Any] = {"device": "h100", "devices_per_node": devices}
     values = {
         "model": MODEL,
@@ -38,10 +40,13 @@ def planned(devices: int = 2, memory_gib: float | None = None, **pins: Any) -> t
     return found, answer_of(asked, there, found)
 
 
+Free = Callable[[int], tuple[Plan, Answer]]
+
+
 @pytest.fixture(scope="module")
-def free() -> tuple[Plan, Answer]:
-    """Without pins, but for the digits."""
-    return planned()
+def free() -> Free:
+    """The plan without pins, but for the digits, by the number of devices."""
+    return functools.cache(planned)
 
 
 @pytest.fixture
@@ -51,19 +56,19 @@ def pins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("devices", "key", "value"),
     [
-        pytest.param("offload", "optimizer", marks=pytest.mark.long),
-        pytest.param("offload", "optimizer+parameters", marks=pytest.mark.long),
-        ("micro_batch_size", 1),
-        pytest.param("activation_checkpointing", "full", marks=pytest.mark.long),
-        pytest.param("tensor_parallel", 2, marks=pytest.mark.long),
+        pytest.param(2, "offload", "optimizer", marks=pytest.mark.long),
+        pytest.param(2, "offload", "optimizer+parameters", marks=pytest.mark.long),
+        (1, "micro_batch_size", 1),
+        pytest.param(2, "activation_checkpointing", "full", marks=pytest.mark.long),
+        pytest.param(2, "tensor_parallel", 2, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.usefixtures("pins_alone")
-def test_a_pin_that_costs_time_is_said_first(free: tuple[Plan, Answer], key: str, value: object) -> None:
+def test_a_pin_that_costs_time_is_said_first(free: Free, devices: int, key: str, value: object) -> None:
     """The time without it is between the one that is promised and that of the planner without pins."""
-    found, answer = planned(**{key: value})
+    found, answer = planned(devices, **{key: value})
     assert found.strategy.values[key] == value
     [said] = answer.unpin
     assert said.startswith(f"the recipe pins strategy.{key}: without it fits, −") and said.endswith(
@@ -75,7 +80,7 @@ def test_a_pin_that_costs_time_is_said_first(free: tuple[Plan, Answer], key: str
         if each.verdict == "fits" and format_change(each.step_seconds / found.step.seconds - 1) in said
     )
     assert promised.strategy.values[key] != value
-    assert free[0].step.seconds <= promised.step_seconds * (1 + TELLS)
+    assert free(devices)[0].step.seconds <= promised.step_seconds * (1 + TELLS)
     assert promised.step_seconds < found.step.seconds * (1 - TELLS)
     head = plan_text(found, answer=answer, brief=True).splitlines()[:4]
     assert said in head
@@ -84,16 +89,16 @@ def test_a_pin_that_costs_time_is_said_first(free: tuple[Plan, Answer], key: str
 
 
 @pytest.mark.usefixtures("pins_alone")
-def test_a_pin_that_costs_nothing_is_not_mentioned(free: tuple[Plan, Answer]) -> None:
-    plan, without = free
-    found, answer = planned(**dict(plan.strategy.values))
+def test_a_pin_that_costs_nothing_is_not_mentioned(free: Free) -> None:
+    plan, without = free(1)
+    found, answer = planned(1, **dict(plan.strategy.values))
     assert found.strategy == plan.strategy and not answer.unpin
     assert not [each for each in without.nearest if "pins" in each.reason and each.setting != "precision"]
 
 
 @pytest.mark.long
 def test_digits_are_not_dropped() -> None:
-    found, answer = planned(precision="fp32")
+    found, answer = planned(2, precision="fp32")
     assert any(each.strategy.values["precision"] == "bf16" for each in found.candidates)
     assert not answer.unpin
 
@@ -101,9 +106,8 @@ def test_digits_are_not_dropped() -> None:
 @pytest.mark.usefixtures("pins_alone")
 def test_states_and_micro_batch_make_room_for_what_is_dropped() -> None:
     """Without recomputation, the strategy fits only with its states divided or with a smaller micro-batch."""
-    roomy, _ = planned(4, activation_checkpointing="full")
     found, answer = planned(4, memory_gib=4.0, activation_checkpointing="full")
-    assert found.fits and roomy.fits
+    assert found.fits
     dropped = [
         each
         for each in found.candidates
@@ -119,7 +123,7 @@ def test_states_and_micro_batch_make_room_for_what_is_dropped() -> None:
 @pytest.mark.long
 def test_other_settings_are_compared_with_the_pins_kept() -> None:
     """A strategy without a pin is the alternative of that pin alone."""
-    found, answer = planned(activation_checkpointing="full", offload="optimizer")
+    found, answer = planned(2, activation_checkpointing="full", offload="optimizer")
     for each in answer.nearest:
         if each.candidate is not None and each.setting not in (
             "activation_checkpointing",
@@ -134,7 +138,7 @@ def test_other_settings_are_compared_with_the_pins_kept() -> None:
 @pytest.mark.usefixtures("pins_alone")
 def test_what_a_dropped_pin_makes_impossible_goes_with_it() -> None:
     """A fraction of the optimizer state is offloaded, or nothing is: the sentence names both keys."""
-    _, answer = planned(offload="optimizer", offload_fraction=0.5)
+    _, answer = planned(2, offload="optimizer", offload_fraction=0.5)
     pins = re.fullmatch(r"the recipe pins (\S+), (\S+): without them fits, .*", answer.unpin[0])
     assert pins and {*pins.groups()} == {"strategy.offload", "strategy.offload_fraction"}
 
