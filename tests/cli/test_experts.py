@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.harness.commands import Shell
+from tests.harness.plans import NOTHING_TO_SEARCH
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -29,7 +30,7 @@ RECIPE: dict[str, Any] = {
     "batch_size": 8,
     "schedule": {"name": "constant"},
     "cluster": {"device": "cpu", "devices_per_node": 2},
-    "strategy": {"precision": "fp32", "expert_parallel": 2, "zero_stage": 1, "micro_batch_size": 2},
+    "strategy": {**NOTHING_TO_SEARCH, "expert_parallel": 2, "zero_stage": 1, "micro_batch_size": 2},
 }
 
 

@@ -31,6 +31,7 @@ from shardwise.technique import SETTINGS, strategy_from
 from shardwise.trainer.loop import Job, Trainer
 from shardwise.trainer.meter import EXACT_STEPS
 from shardwise.trainer.pass_stopwatch import Stopwatch
+from tests.harness.plans import NOTHING_TO_SEARCH
 from tests.harness.pool import Pool
 
 COUNT, STEPS = 4, 6
@@ -44,7 +45,7 @@ def recipe_for(schedule: str, corpus: Path, **sections: Any) -> Recipe:
         "steps": STEPS,
         "batch_size": COUNT,
         "cluster": {"devices_per_node": 2},
-        "strategy": {"micro_batch_size": 1, "pipeline_parallel": 2, "pipeline_schedule": schedule},
+        "strategy": {**NOTHING_TO_SEARCH, "pipeline_parallel": 2, "pipeline_schedule": schedule},
     }
     return recipe_of(values | sections, SETTINGS)
 

@@ -27,6 +27,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.trainer.loop import Job, Trainer
 from shardwise.trainer.metrics import MetricsFile
+from tests.harness.plans import NOTHING_TO_SEARCH
 from tests.harness.pool import Pool
 
 MODEL = {"layers": 2, "width": 24, "heads": 2, "kv_heads": 2, "ffn": 48, "vocab": 256, "context": 16}
@@ -75,7 +76,8 @@ class _Plan:
         self._plan: Any = None
 
     def get(self, recipe: Recipe) -> Any:
-        self._plan = self._plan or make_plan(recipe, cluster_of(recipe.cluster))
+        pinned = recipe.model_copy(update={"strategy": NOTHING_TO_SEARCH})
+        self._plan = self._plan or make_plan(pinned, cluster_of(recipe.cluster))
         return self._plan
 
 
