@@ -20,6 +20,7 @@ from tests.rows.table import FILE, read
 PARITY = [read(name) for name in ("exact", "fewer bits", "adapters", "compiled")]
 
 
+@pytest.mark.long
 def test_rows_are_up_to_date() -> None:
     assert FILE.read_text(encoding="utf-8") == current(), "run `make rows`"
 

@@ -162,7 +162,7 @@ def plan_of(stage: int, ranks: int) -> Plan:
         pytest.param("RMSprop", 2, marks=pytest.mark.long),
         pytest.param("Adafactor", 0, marks=pytest.mark.long),
         pytest.param("Adafactor", 3, marks=pytest.mark.long),
-        ("Muon", 3),
+        pytest.param("Muon", 3, marks=pytest.mark.long),
     ],
 )
 def test_a_ported_loop_is_the_plain_loop(name: str, stage: int, pool: Pool, tmp_path: Path) -> None:

@@ -462,13 +462,19 @@ def state_bytes(factories: list[str], settings: dict[str, Any]) -> dict[str, int
     return found
 
 
-@pytest.mark.parametrize("factories", quick([[*SOME], [*HABITS]], [*SOME]), ids=len)
+@pytest.mark.parametrize(
+    "names",
+    quick(
+        [[*SOME, READ_BY_HOST], [*HABITS, READ_BY_HOST, *WHOLE_MATRICES]],
+        [*SOME, READ_BY_HOST],
+    ),
+    ids=len,
+)
 @pytest.mark.parametrize("layout", quick(["alone", "zero 3"], "zero 3"))
 def test_planned_state_is_the_state_that_a_run_has(
-    layout: str, factories: list[str], pool: Pool, remembered_trials: None
+    layout: str, names: list[str], pool: Pool, remembered_trials: None
 ) -> None:
     world, settings = LAYOUTS[layout]
-    names = [*factories, READ_BY_HOST, *WHOLE_MATRICES]
     real = pool.run(world, state_bytes, names, settings, timeout=300)[0]
     for name in names:
         wanted = recipe(name, cluster={"devices_per_node": world})

@@ -151,7 +151,6 @@ def agree(found: Trained, expected: Trained, tolerance: float) -> None:
     ("kind", "adapter"),
     quick(
         [(kind, adapter) for kind in ("score", "value") for adapter in (None, LORA)],
-        ("score", None),
         ("value", LORA),
     ),
     ids=str,

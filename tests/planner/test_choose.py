@@ -22,7 +22,6 @@ from shardwise.planner.verdicts import Estimate
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, layout_of, strategy_from
-from tests.harness.tiers import quick
 
 MODEL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 256, "context": 64}
 
@@ -130,7 +129,8 @@ def test_one_card_has_stages_only_where_weights_are_cast(precision: str, stages:
     assert list(dict.fromkeys(each.values["zero_stage"] for each in found)) == stages
 
 
-@pytest.mark.parametrize(("memory_mib", "stage"), quick([(4096, 1), (2700, 0)], (2700, 0)))
+@pytest.mark.long
+@pytest.mark.parametrize(("memory_mib", "stage"), [(4096, 1), (2700, 0)])
 def test_one_card_keeps_cast_weights_if_they_fit(memory_mib: float, stage: int) -> None:
     """They take 193 MiB, and the step needs 2,628 MiB without them."""
     chosen = choose_strategy(on_one_card(memory_mib))

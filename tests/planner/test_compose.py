@@ -29,6 +29,7 @@ from shardwise.technique import (
     without_stages,
 )
 from tests.harness.dry_runs import dry_run
+from tests.harness.tiers import quick
 
 LONG = pytest.mark.long
 
@@ -266,7 +267,7 @@ def parts(**others: object) -> list[Strategy]:
     ]
 
 
-@pytest.mark.parametrize(("batch_size", "stages"), [(4, 1), (16, 1), (4, 2)])
+@pytest.mark.parametrize(("batch_size", "stages"), quick([(4, 1), (16, 1), (4, 2)], (4, 1), (4, 2)))
 def test_what_is_counted_ahead_is_needed(
     batch_size: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def most_of_states(run: DryRun) -> int:
     return ledger.parameters + ledger.master_weights + ledger.gradients + ledger.optimizer_state
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", quick([0, 3], 3))
 @pytest.mark.parametrize(
     ("settings", "optimizer", "bytes_per_parameter"),
     [

@@ -13,6 +13,7 @@ from shardwise.planner.predict import Prediction, predict
 from shardwise.planner.ranks import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
+from tests.harness.tiers import quick
 
 ASKED = recipe_of(
     {
@@ -68,7 +69,11 @@ def test_a_shortened_prediction_of_a_stage_is_the_whole_one() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "rank", "batch", "extrapolated"),
-    [(4, 0, 16, True), (4, 12, 16, False), (8, 2, 14, True), (8, 14, 14, True)],
+    quick(
+        [(4, 0, 16, True), (4, 12, 16, False), (8, 2, 14, True), (8, 14, 14, True)],
+        (4, 12, 16, False),
+        (8, 2, 14, True),
+    ),
 )
 def test_a_shortened_prediction_of_interleaved_stages_is_the_whole_one(
     stages: int, rank: int, batch: int, extrapolated: bool

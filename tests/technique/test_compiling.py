@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from shardwise.runtime import compiled, torch_private, torch_private_compiler
 from shardwise.runtime.torch_private_fake import StaticFakeMode
 from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
 from shardwise.technique.compiling import COMPILE
+from tests.harness.tiers import quick
 
 WIDTH, FFN, BATCH, LENGTH, LAYERS = 64, 192, 2, 64, 3
 MODEL = {"layers": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 4, "ffn": FFN, "vocab": 256}
@@ -67,8 +69,10 @@ def test_equal_blocks_share_one_compilation_and_the_plan_counts_its_kernels(
     assert fused.peak.ledger.activations <= eager.peak.ledger.activations - saved
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("device", ["cpu", "A100-80GB"])
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    quick(itertools.product(["cpu", "A100-80GB"], ["fp32", "bf16"]), ("cpu", "fp32"), ("A100-80GB", "bf16")),
+)
 def test_the_scalar_code_of_a_dry_run_has_the_buffers_of_the_vectorized(
     device: str, precision: str, compilations: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +96,7 @@ def test_a_plan_for_a_gpu_leaves_no_kernel_behind_in_the_compiler(compilations: 
     assert len(compilations) == 4
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", quick(["ring", "ulysses"], "ring"))
 def test_compiled_blocks_with_context_parallelism_send_the_same_messages(
     method: str, compilations: list[object]
 ) -> None:
@@ -105,7 +109,7 @@ def test_compiled_blocks_with_context_parallelism_send_the_same_messages(
     assert fused.cost.flops == eager.cost.flops
 
 
-@pytest.mark.parametrize("layers", ["none", "gathered"])
+@pytest.mark.parametrize("layers", quick(["none", "gathered"], "gathered"))
 def test_equal_blocks_share_one_compilation_under_tensor_parallelism(
     layers: str, compilations: list[object]
 ) -> None:

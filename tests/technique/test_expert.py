@@ -218,7 +218,6 @@ MORE_LATENT: list[dict[str, Any]] = [
     ("mixes", "packing"),
     quick(
         [(LATENT[:2], False), (LATENT[2:], True), (MORE_LATENT, False)],
-        (LATENT[:2], False),
         (LATENT[2:], True),
     ),
     ids=["layouts", "packed", "more"],

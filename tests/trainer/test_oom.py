@@ -296,6 +296,7 @@ def test_every_part_of_a_run(trained: Trained, case: Case, first: int, size: int
     assert lines(folder / "metrics.jsonl")[-1]["held_out_loss"] > 0
 
 
+@pytest.mark.long
 def test_a_pipeline(trained: Trained) -> None:
     """Memory runs out on the last stage while the first waits for a gradient."""
     settings = (("precision", "fp64"), ("pipeline_parallel", 2))

@@ -91,6 +91,7 @@ def test_packed_records_in_divided_rows_of_a_divided_model(parity: Parity, tmp_p
     parity.all_pass(*(Trial(recipe, 4, {"precision": "fp64", **settings}) for settings in FOUR))
 
 
+@pytest.mark.long
 def test_padded_records_train_on_two_ranks_as_on_one(parity: Parity, tmp_path: Path) -> None:
     agree(parity, small(tmp_path, False, SMALL), "fp64", "tensor in shares", "pipeline")
 

@@ -36,6 +36,7 @@ def said(done: Done) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_base_is_adapted_to_a_chat_and_answers(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

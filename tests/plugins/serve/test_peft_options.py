@@ -219,7 +219,7 @@ def test_what_peft_saved_is_served_merged_and_continued(
     close(logits(model.eval()), expected)
 
 
-TRAINED = ("modules to save", "rslora and dora")
+TRAINED = ("modules to save",)
 """By a whole run in `make test`; technique/test_peft_training.py trains the options without the command."""
 
 
