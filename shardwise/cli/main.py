@@ -65,6 +65,9 @@ def _global_options(
 ) -> None: ...
 
 
+program = typer.main.get_command(app)
+"""Built once: it takes a tenth of a second, and a process may run several commands."""
+
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The exception that typer raises for a wrong command line: from click, or from typer's own copy of click."""
 
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one verb and exit with the contract's code: 0, 2 to 7, or 75. 130 after an interruption."""
     keep_writing()
     if COMPLETION in os.environ:
-        typer.main.get_command(app).main(prog_name="shardwise")
+        program.main(prog_name="shardwise")
     code = run(sys.argv[1:] if arguments is None else arguments)
     if code == 0 and (lost := dropped_output()) is not None:
         fix = "make room, and run the command again"
@@ -96,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
 def _invoked(arguments: list[str]) -> int:
     """Run one verb; returns its exit code. Raises the verb's exceptions, and RecipeError for a wrong command line."""
     try:
-        with typer.main.get_command(app).make_context("shardwise", arguments) as context:
+        with program.make_context("shardwise", arguments) as context:
             context.command.invoke(context)
     except typer.Exit as end:
         return end.exit_code

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from tests.harness.commands import Shell
+from tests.harness.plans import NOTHING_TO_SEARCH
 
 STEPS = 30
+STRATEGY = json.dumps({**NOTHING_TO_SEARCH, "zero_stage": 3, "micro_batch_size": 2})
 # The model is wider than that of the warm-up, whose freed memory a smaller one would use again, unmeasured.
 RECIPE = f"""
 model: {{layers: 2, width: 128, heads: 4, kv_heads: 2, ffn: 256, vocab: 256, context: 32}}
@@ -24,7 +26,7 @@ steps: {STEPS}
 batch_size: 6
 cluster: {{device: cpu, devices_per_node: 2}}
 optimizer: {{learning_rate: 1.0e-2}}
-strategy: {{zero_stage: 3, micro_batch_size: 2, tensor_parallel: 1, sequence_parallel: 1, pipeline_parallel: 1}}
+strategy: {STRATEGY}
 checkpoint: {{every: 10}}
 evaluation: {{every: 15, sequences: 4}}
 """

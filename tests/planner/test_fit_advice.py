@@ -191,6 +191,7 @@ def test_one_device_has_nothing_to_shard() -> None:
     assert advice.reasons[0].endswith("it does not fit")
 
 
+@pytest.mark.long
 def test_where_the_plan_fits_it_is_the_advice() -> None:
     recipe = asked(80, strategy={"precision": "bf16"})
     cluster = cluster_of(recipe.cluster)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.runtime.recompute.budget import within_budget
+from tests.harness.tiers import quick
 
 SHARES = (0.0, 0.3, 0.6, 0.9)
 
@@ -270,7 +271,7 @@ def test_an_overwritten_input_is_an_error(calls: int) -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", quick(SHARES, 0.3))
 def test_no_memory_leaks(share: float) -> None:
     """Without the garbage collector: no cycles, with and without a backward pass."""
     (block,) = within_budget([Block(BETWEEN["norm"])], share)

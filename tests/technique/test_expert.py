@@ -70,7 +70,7 @@ MORE_ON_4: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("world", "mixes"),
-    quick([(2, ON_2), (2, MORE_ON_2), (4, ON_4), (4, MORE_ON_4)], (2, ON_2), (4, ON_4)),
+    quick([(2, ON_2), (2, MORE_ON_2), (4, ON_4), (4, MORE_ON_4)], (2, ON_2)),
     ids=["2", "2 more", "4", "4 more"],
 )
 def test_mixes_train_as_one_plain_process(

@@ -22,6 +22,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
 from tests.harness.pool import Pool
+from tests.harness.tiers import quick
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -88,7 +89,7 @@ def trained_rank(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, 
     return gathered_adapter(run, parameters_of(run))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, "ranks and alphas", "modules to save", "rslora and dora"))
 def test_trains_what_peft_trains(name: str, pool: Pool, tmp_path: Path) -> None:
     base, start, options = tmp_path / "base", tmp_path / "start", CASES[name]
     torch.manual_seed(0)

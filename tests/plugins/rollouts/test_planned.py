@@ -20,7 +20,6 @@ from shardwise.technique import strategy_from
 from shardwise.trainer.meter import MemoryMeter
 from shardwise.trainer.warm_up import warm_kernels
 from tests.harness.pool import Pool
-from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import Prompts, rollout_recipe
 
 PROMPT, COMPLETION, WIDTH, VOCAB, ROWS = 6, 10, 512, 2048, 256
@@ -95,9 +94,8 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "settings", "objective", "values"), quick(CASES, CASES[1]), ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "world", "settings", "objective", "values"), CASES, ids=str)
 def test_predicted_memory_is_that_of_real_steps(
     pool: Pool,
     source: Path,
