@@ -132,11 +132,11 @@ def run_sentences(answer: Answer) -> Iterator[str]:
 def _devices(tried: Sequence[DeviceTry]) -> RenderableType:
     """Every number that was planned, with its hours and cost."""
     table = columns("right", "right", "right", "left")
-    for each in tried:
-        took = format_seconds(3600 * each.hours) if each.hours else "–"
-        cost = "" if each.cost is None else money(each.cost)
-        style = "bold green" if each.verdict == "enough" else ""
-        table.add_row(f"{each.devices:,}", took, cost, Text(one_line(each.verdict), style))
+    for trial in tried:
+        took = format_seconds(3600 * trial.hours) if trial.hours else "–"
+        cost = "" if trial.cost is None else money(trial.cost)
+        style = "bold green" if trial.verdict == "enough" else ""
+        table.add_row(f"{trial.devices:,}", took, cost, Text(one_line(trial.verdict), style))
     return table
 
 

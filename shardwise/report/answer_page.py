@@ -42,6 +42,6 @@ def run_card(answer: Answer | None) -> Card | None:
     """The run's hours and cost."""
     if answer is None:
         return None
-    found = answer.run
-    cost = "" if found.cost is None else f"\ncosts {money(found.cost)}"
-    return Card("The run", seconds(3600 * found.hours), f"{found.steps:,} steps, predicted{cost}")
+    run = answer.run
+    cost = "" if run.cost is None else f"\ncosts {money(run.cost)}"
+    return Card("The run", seconds(3600 * run.hours), f"{run.steps:,} steps, predicted{cost}")

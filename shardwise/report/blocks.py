@@ -50,12 +50,12 @@ def blocks_through_time(every: Mapping[str, BlockTimes], width: float = WIDE_INC
     most = max((size for times in every.values() for *_, size in times.kept), default=1)
     ends = sorted(times.end for times in every.values())
     until = min(ends[-1], 1.3 * ends[-2]) if len(ends) > 1 else ends[-1]
-    for each, (name, times) in zip(axes, every.items(), strict=False):
-        _draw_blocks(each, times, most, until)
+    for panel, (name, times) in zip(axes, every.items(), strict=False):
+        _draw_blocks(panel, times, most, until)
         if name:
-            each.set_title(_blocks_title(name, times, until, width), loc="left", color=INK, fontsize=9)
-    for each in axes[len(every) :]:
-        each.set_visible(False)
+            panel.set_title(_blocks_title(name, times, until, width), loc="left", color=INK, fontsize=9)
+    for panel in axes[len(every) :]:
+        panel.set_visible(False)
     seen = {kind for times in every.values() for _, kind, _, _ in times.runs}
     handles = [Patch(color=colour, label=name) for kind, (name, colour) in RUNS.items() if kind in seen]
     handles.append(Patch(color=_KEPT, alpha=0.55, label="activations kept"))

@@ -83,8 +83,8 @@ def _loss_chart(steps: Sequence[StepRecord], units: Units) -> ChartValues:
 
 def _series_chart(row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> ChartValues:
     lines = [
-        _chart_line(name, runs[name], values, LINE_COLOURS[place % len(LINE_COLOURS)])
-        for place, (name, values) in enumerate(row.values.items())
+        _chart_line(name, runs[name], values, LINE_COLOURS[index % len(LINE_COLOURS)])
+        for index, (name, values) in enumerate(row.values.items())
     ]
     return {"title": row.title, "log": row.spans_decades(), "tall": False, "lines": lines}
 

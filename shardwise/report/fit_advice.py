@@ -40,11 +40,15 @@ def _outcomes(advice: FitAdvice) -> Iterator[tuple[Text, Text]]:
     names = [outcome.remedy.name for outcome in advice.outcomes]
     wide, widest, before = max(map(cell_len, peaks)), max(map(cell_len, names)), ""
     for outcome, peak, name in zip(advice.outcomes, peaks, names, strict=True):
-        found, advised = outcome.candidate, outcome is advice.advised
-        verdict = Text("advised" if advised else found.verdict, VERDICT_STYLES.get(found.verdict, ""))
-        step = seconds(found.step_seconds) if found.step_seconds else "–"
-        words = [found.line] if outcome.fits or not found.step_seconds else [found.line, found.reason]
-        line = found.reason if found.verdict == "invalid" else ": ".join(words)
+        candidate, advised = outcome.candidate, outcome is advice.advised
+        verdict = Text("advised" if advised else candidate.verdict, VERDICT_STYLES.get(candidate.verdict, ""))
+        step = seconds(candidate.step_seconds) if candidate.step_seconds else "–"
+        words = (
+            [candidate.line]
+            if outcome.fits or not candidate.step_seconds
+            else [candidate.line, candidate.reason]
+        )
+        line = candidate.reason if candidate.verdict == "invalid" else ": ".join(words)
         shown = Text.assemble(verdict, "  ", (one_line(line), "bold" if advised else ""))
         yield Text(f"{'' if name == before else name:{widest}}  {peak:>{wide}}  {step:>9}"), shown
         before = name

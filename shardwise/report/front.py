@@ -114,8 +114,8 @@ def _draw_candidate(axes: Any, candidate: Candidate, chosen: bool, size: float) 
     colour = _COLOURS.get(candidate.verdict, COLOURS["gradients"])
     style = {"marker": "*", "markersize": 13} if chosen else {"marker": "o", "markersize": 5}
     hollow = {} if candidate.peak_is == "counted" else {"markerfacecolor": "none"}
-    place = candidate.step_seconds, candidate.peak_bytes / size
-    axes.plot([place[0]], [place[1]], color=colour, linestyle="", zorder=3, **style, **hollow)
+    point = candidate.step_seconds, candidate.peak_bytes / size
+    axes.plot([point[0]], [point[1]], color=colour, linestyle="", zorder=3, **style, **hollow)
 
 
 def _legend(figure: Figure, shown: Sequence[Candidate]) -> None:

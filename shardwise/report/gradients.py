@@ -46,20 +46,20 @@ def gradient_picture(histogram: GradientHistogram, width: float = WIDE_INCHES) -
     )
     for edges, colour, name in drawn:
         axes.stairs(shares, edges, fill=True, color=colour, alpha=0.6, label=name)
-    found = [index for index, share in enumerate(shares) if share > 0]
-    shown = [edges[index] for edges in (unscaled, exponents) for index in (found[0], found[-1] + 1)]
+    nonzero = [index for index, share in enumerate(shares) if share > 0]
+    shown = [edges[index] for edges in (unscaled, exponents) for index in (nonzero[0], nonzero[-1] + 1)]
     left, right = min([SMALLEST_EXPONENT - 4, *shown]), max([LARGEST_EXPONENT + 3, *shown])
     axes.axvspan(left - 1, SMALLEST_EXPONENT, color=SHADE, zorder=-2)
     axes.axvspan(LARGEST_EXPONENT, right + 1, color=SHADE, zorder=-2)
-    for place, words in (
+    for limit, words in (
         (SMALLEST_EXPONENT, "lost below"),
         (SMALLEST_NORMAL_EXPONENT, "full digits above"),
         (LARGEST_EXPONENT, "overflows above"),
     ):
-        axes.axvline(place, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        label = f"{words} $2^{{{place}}}$" if width >= WIDE_INCHES else f"$2^{{{place}}}$"
+        axes.axvline(limit, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        label = f"{words} $2^{{{limit}}}$" if width >= WIDE_INCHES else f"$2^{{{limit}}}$"
         axes.text(
-            place,
+            limit,
             1.02,
             label,
             transform=axes.get_xaxis_transform(),
@@ -79,13 +79,13 @@ def gradient_picture(histogram: GradientHistogram, width: float = WIDE_INCHES) -
 
 def gradient_sentences(histogram: GradientHistogram) -> Iterator[str]:
     """The share that is lost with and without the scale."""
-    found = sum(histogram.counts) + histogram.zeros + histogram.non_finite
+    total = sum(histogram.counts) + histogram.zeros + histogram.non_finite
     shift = math.log2(histogram.loss_scale)
     below = _below(histogram.counts, SMALLEST_EXPONENT - histogram.lowest + shift)
     yield (
-        f"Step {histogram.step}: without loss scaling {_percent(below, found)} of the gradients would be below"
+        f"Step {histogram.step}: without loss scaling {_percent(below, total)} of the gradients would be below"
         f" fp16's smallest number and become 0; with a scale of {histogram.loss_scale:,.0f},"
-        f" {_percent(histogram.zeros, found)} are 0, embeddings of absent tokens among them."
+        f" {_percent(histogram.zeros, total)} are 0, embeddings of absent tokens among them."
     )
     if histogram.non_finite:
         yield f"{histogram.non_finite:,} values overflowed, so the update was skipped."

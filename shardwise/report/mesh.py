@@ -29,7 +29,7 @@ def held(layout: Layout, rank: int) -> list[str]:
     """The state and the data of a rank, one line each; axes of degree 1 are left out."""
 
     divided = [(axis, degree) for axis, degree in layout.axes if degree > 1]
-    divided.sort(key=lambda each: each[0].tokens)
+    divided.sort(key=lambda pair: pair[0].tokens)
     return [f"{axis.piece} {layout.coordinate(rank, axis) + 1}/{degree}" for axis, degree in divided] or [
         "everything"
     ]
@@ -65,12 +65,12 @@ def _shown_rows(layout: Layout, columns: int, in_node: int) -> list[range]:
     every = list(islice(_rows_of_ranks(range(world), columns, in_node, world), SHOWN_ROWS + 1))
     if len(every) <= SHOWN_ROWS:
         return every
-    found: list[range] = []
+    stage_rows: list[range] = []
     for stage in range(stages):
         members = range(stage * stride, (stage + 1) * stride)
-        found += islice(_rows_of_ranks(members, columns, in_node, world), max(1, SHOWN_ROWS // stages))
+        stage_rows += islice(_rows_of_ranks(members, columns, in_node, world), max(1, SHOWN_ROWS // stages))
     # Two stages can share a row; draw each row once.
-    rows, half = list(dict.fromkeys(found)), SHOWN_ROWS // 2
+    rows, half = list(dict.fromkeys(stage_rows)), SHOWN_ROWS // 2
     return rows if len(rows) <= SHOWN_ROWS else [*rows[:half], *rows[-half:]]
 
 

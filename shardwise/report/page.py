@@ -34,6 +34,7 @@ from shardwise.report.notation import (
     deviation,
     error_in_words,
     of_capacity,
+    peak_error,
     peak_of,
     percent_text,
     row_label,
@@ -217,7 +218,7 @@ def _peak_card(run: RunRecord) -> Card:
     if outcome is None:
         return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.peak.rank)), "of a rank")
     worst = outcome.worst
-    error = error_in_words(worst.predicted_peak_bytes, worst.measured_peak_bytes)
+    error = peak_error(worst.predicted_peak_bytes, worst.measured_peak_bytes)
     note = f"of rank {worst.rank}\npredicted {format_bytes(worst.predicted_peak_bytes)}, {error}"
     return Card("Measured peak", format_bytes(worst.measured_peak_bytes), note)
 
@@ -283,9 +284,9 @@ def _unseen(plan: Plan) -> str | None:
     """The memory that the plan counts and a measurement of allocated memory does not see; None if there is none."""
     lost = plan.ledger.fragmentation
     outside = plan.peak.bytes - plan.predicted_allocated(plan.peak.rank) - lost
-    found = [f"{format_bytes(outside)} of it (context, communicators)"] if outside > 0 else []
-    found += [f"{format_bytes(lost)} (fragmentation)"] if lost else []
-    return " and ".join(found) or None
+    parts = [f"{format_bytes(outside)} of it (context, communicators)"] if outside > 0 else []
+    parts += [f"{format_bytes(lost)} (fragmentation)"] if lost else []
+    return " and ".join(parts) or None
 
 
 def _ledger_rows(plan: Plan) -> list[Bar]:

@@ -250,10 +250,10 @@ def memory_timeline(plan: Plan, width: float = WIDE_INCHES) -> Figure:
     _shade_phases(axes, [point.phase for point in plan.timeline], width)
     _mark_peak(axes, top, len(ledgers), peak / unit.size, unit)
     _draw_capacity(axes, capacity, peak, unit)
-    place, columns = ("outside right upper", 1) if wide else ("outside lower left", 2)
+    location, columns = ("outside right upper", 1) if wide else ("outside lower left", 2)
     visible = [index for index, height in enumerate(heights) if max(height) * unit.size > peak / 1000][::-1]
     handles, names = [areas[index] for index in visible], [row_label(rows[index]) for index in visible]
-    figure.legend(handles, names, loc=place, ncols=columns, handlelength=1, handleheight=1)
+    figure.legend(handles, names, loc=location, ncols=columns, handlelength=1, handleheight=1)
     return figure
 
 

@@ -127,14 +127,14 @@ def _throughput(steps: Sequence[StepRecord], units: Units) -> list[Series]:
 
 def marks(folder: Path) -> list[Mark]:
     """The events of a run that stand out, in order; () where the file cannot be read."""
-    found = []
+    events = []
     with suppress(OSError):
         for line in (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 event = json.loads(line)
                 if event["event"] in MARKED:
-                    found.append(Mark(int(event["step"]), str(event["event"]), _event_cause(event)))
-    return found
+                    events.append(Mark(int(event["step"]), str(event["event"]), _event_cause(event)))
+    return events
 
 
 def _event_cause(event: Mapping[str, Any]) -> str:
@@ -207,21 +207,21 @@ FloatArray = np.ndarray[Any, Any]
 
 def series_points(steps: Sequence[StepRecord], line: Sequence[float | None]) -> tuple[FloatArray, FloatArray]:
     """The steps that have a value, and the values: NaN for one that is no finite number; thinned where many."""
-    found = [(step.step, value) for step, value in zip(steps, line, strict=True) if value is not None]
-    values = np.array([value if math.isfinite(value) else math.nan for _, value in found], dtype=float)
-    return thinned(np.array([step for step, _ in found], dtype=int), values)
+    points = [(step.step, value) for step, value in zip(steps, line, strict=True) if value is not None]
+    values = np.array([value if math.isfinite(value) else math.nan for _, value in points], dtype=float)
+    return thinned(np.array([step for step, _ in points], dtype=int), values)
 
 
 def _draw_series(axes: Any, row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> None:
     axes.set_title(row.title, loc="left", color=MUTED, fontsize=9)
-    for place, (name, line) in enumerate(row.values.items()):
+    for index, (name, line) in enumerate(row.values.items()):
         steps = runs.get(name) or next(iter(runs.values()))
         x, y = series_points(steps, line)
         marker = "o" if len(y) < 3 else ""
         axes.plot(
             x,
             y,
-            color=LINE_COLOURS[place % len(LINE_COLOURS)],
+            color=LINE_COLOURS[index % len(LINE_COLOURS)],
             linewidth=1.2,
             label=name,
             marker=marker,

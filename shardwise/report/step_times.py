@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, PhasesRecord
 from shardwise.core.units import format_bytes
-from shardwise.report.notation import COLOURS, deviation, error_in_words, seconds
+from shardwise.report.notation import COLOURS, deviation, error_in_words, peak_error, seconds
 from shardwise.report.pictures import BACKGROUND, INK, PICTURE_RANKS, STYLE, WIDE_INCHES
 
 PHASE_NAMES = ("rollout", "forward", "backward", "communication", "optimizer")
@@ -62,18 +62,21 @@ def time_by_rank(plan: Plan, phases: PhasesRecord, width: float = WIDE_INCHES) -
     """The planned phases of a step, and below them those that every rank measured; of many ranks the slowest."""
     ranks: list[tuple[int, Mapping[str, float]]] = list(enumerate(phases.ranks or (phases.seconds,)))
     slowest = sorted(ranks, key=lambda pair: -sum(pair[1].values()))[:PICTURE_RANKS]
-    rows = [("planned", plan.step.phases), *((f"rank {rank}", each) for rank, each in sorted(slowest))]
+    rows = [
+        ("planned", plan.step.phases),
+        *((f"rank {rank}", phase_seconds) for rank, phase_seconds in sorted(slowest)),
+    ]
     figure = Figure(figsize=(width, 0.75 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     names = [name for name in PHASE_NAMES if any(name in spent for _, spent in rows)]
-    for place, (_, spent) in enumerate(rows):
+    for row, (_, spent) in enumerate(rows):
         begin = 0.0
         for phase in names:
             length = spent.get(phase, 0.0)
             how: dict[str, Any] = {"color": _PHASE_COLOURS[phase], "edgecolor": BACKGROUND, "linewidth": 0.5}
-            axes.barh([place], [length], 0.62, left=begin, label=phase if place == 0 else "", **how)
+            axes.barh([row], [length], 0.62, left=begin, label=phase if row == 0 else "", **how)
             begin += length
-        axes.annotate(seconds(begin), (begin, place), (6, 0), textcoords="offset points", va="center")
+        axes.annotate(seconds(begin), (begin, row), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], color=INK)
     axes.invert_yaxis()
     axes.grid(False)
@@ -88,9 +91,9 @@ def peak_sentences(outcome: Outcome | None) -> Iterator[str]:
     """One line with the peak memory of the rank that needed most."""
     if outcome is None or not outcome.worst.measured_peak_bytes:
         return
-    planned, held = outcome.worst.predicted_peak_bytes, outcome.worst.measured_peak_bytes
-    sizes = f"{format_bytes(planned)} predicted, {format_bytes(held)} measured"
-    yield f"peak memory: {sizes} (predicted {error_in_words(planned, held)})"
+    planned, measured = outcome.worst.predicted_peak_bytes, outcome.worst.measured_peak_bytes
+    sizes = f"{format_bytes(planned)} predicted, {format_bytes(measured)} measured"
+    yield f"peak memory: {sizes} (predicted {peak_error(planned, measured)})"
 
 
 def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, PhasesRecord, RankMemory
+from shardwise.core.units import MiB
+from shardwise.report.notation import peak_error
 from shardwise.report.step_times import compared_phases, step_sentences
 
 MEASURED = {"forward": 0.5, "backward": 1.0, "optimizer": 0.2, "communication": 0.3}
@@ -42,3 +46,16 @@ def test_a_large_error_offers_a_calibration_once(plan: Plan) -> None:
     calibrated = on_cpu(plan, "seconds come from kernels measured on 2026-11-23")
     assert len(list(step_sentences(calibrated, outcome(calibrated, 2.0)))) == 2
     assert list(step_sentences(planned, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "words"),
+    [
+        (3.4 * MiB, 1.3 * MiB, "within the 4.00 MiB that a process varies by"),
+        (101 * MiB, 100 * MiB, "1.0 % too high"),
+        (30 * MiB, 36 * MiB, "16.7 % too low"),
+        (3.4 * MiB, 0, "–"),
+    ],
+)
+def test_an_error_of_noise_has_no_percentage(predicted: float, measured: float, words: str) -> None:
+    assert peak_error(predicted, measured) == words

@@ -85,8 +85,10 @@ def side_by_side(pipeline: Timetable, width: float = WIDE_INCHES) -> Figure:
     """Steps under every schedule, by the plan's seconds, with what ranks wait and hold."""
     count = min(pipeline.micro_batches, COMPARED_MICRO_BATCHES)
     # The naive schedule is so long that the others would look small next to it.
-    compared = [each for each in SCHEDULE_NAMES if each != "naive" or each == pipeline.schedule]
-    until = max(pipeline.played(each, count, COMPARED_STEPS).end for each in compared)
+    compared = [
+        candidate for candidate in SCHEDULE_NAMES if candidate != "naive" or candidate == pipeline.schedule
+    ]
+    until = max(pipeline.played(candidate, count, COMPARED_STEPS).end for candidate in compared)
     charts = []
     for schedule in SCHEDULE_NAMES:
         stages_per_rank = pipeline.stages_of(schedule)
@@ -103,9 +105,9 @@ def side_by_side(pipeline: Timetable, width: float = WIDE_INCHES) -> Figure:
 
 def _schedule_note(pipeline: Timetable, schedule: str) -> str:
     """What ranks wait and hold under a schedule."""
-    held = pipeline.in_flight(schedule)
+    passes = pipeline.in_flight(schedule)
     bytes_held = f", {format_bytes(pipeline.held_bytes(schedule))}" if pipeline.pass_bytes else ""
-    return f"waits {percent_text(pipeline.waiting(schedule), 1)} · {held:g} in flight{bytes_held}"
+    return f"waits {percent_text(pipeline.waiting(schedule), 1)} · {passes:g} in flight{bytes_held}"
 
 
 def held_in_words(pipeline: Timetable) -> str:
