@@ -92,7 +92,7 @@ FAULTS = (
     Fault(
         "optimizer offload: updated weights do not come back",
         "engine/optim/host_staging.py",
-        "weight.copy_(held, non_blocking=True)",
+        "weight.copy_(buffer, non_blocking=True)",
         "pass",
         ("tests/technique/test_state_offload.py::test_trains_as_without_offload",),
     ),

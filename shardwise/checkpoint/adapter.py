@@ -85,8 +85,8 @@ def gathered_adapter(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[s
     dist.all_gather_object(everyone, mine)
     whole: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        places = [held.get(name) for held in everyone]
-        _require_whole(name, shape, {place for place in places if place is not None})
+        places = [ranges.get(name) for ranges in everyone]
+        _require_whole(name, shape, {shard_range for shard_range in places if shard_range is not None})
         value = torch.zeros(shape, dtype=run.options.dtypes.storage, device=run.device)
         if name in mine and places.index(mine[name]) == dist.get_rank():
             part = local_part(parameters[name])
@@ -104,12 +104,14 @@ def _shard_range(parameter: Tensor) -> ShardRange:
 
 
 def _require_whole(name: str, shape: tuple[int, ...], places: set[ShardRange]) -> None:
-    found = sum(math.prod(stop - start for start, stop in place) for place in places if place)
-    if found != math.prod(shape):
+    count = sum(
+        math.prod(stop - start for start, stop in shard_range) for shard_range in places if shard_range
+    )
+    if count != math.prod(shape):
         raise CheckpointError(
             "the adapter is incomplete",
             where=name,
-            why=f"the ranks hold {found:,} of its {math.prod(shape):,} values, so it was not written",
+            why=f"the ranks hold {count:,} of its {math.prod(shape):,} values, so it was not written",
             fix="report this with the run's plan.json",
         )
 

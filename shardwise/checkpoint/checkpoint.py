@@ -126,10 +126,10 @@ def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stder
         ResourceError: the folder cannot be prepared.
     """
     on_rank_0(lambda: commit.prepare_folder(folder))
-    found = _newest_whole(on_rank_0(lambda: manifests.committed(folder)), _or_delete(folder), warn)
-    if found is None:
+    newest = _newest_whole(on_rank_0(lambda: manifests.committed(folder)), _or_delete(folder), warn)
+    if newest is None:
         return None
-    checkpoint, manifest = found
+    checkpoint, manifest = newest
     on_rank_0(lambda: _set_damaged_aside(folder, checkpoint))
     _warn_of_range(run, manifest, warn)
     return _load_checkpoint(run, checkpoint, manifest, fingerprint)
@@ -142,9 +142,9 @@ def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr)
     this run. Raises CheckpointError, DataError or RecipeError; the weights are then unchanged.
     """
     fix = "start from another checkpoint, or bring back a copy"
-    found = _newest_whole(on_rank_0(lambda: candidates(source)), fix, warn)
-    assert found is not None, "there are candidates"
-    checkpoint, manifest = found
+    newest = _newest_whole(on_rank_0(lambda: candidates(source)), fix, warn)
+    assert newest is not None, "there are candidates"
+    checkpoint, manifest = newest
     require_steps_left(run.recipe, checkpoint, manifest)
     _warn_of_range(run, manifest, warn)
     state = _load_checkpoint(run, checkpoint, manifest, fingerprint)
@@ -174,11 +174,11 @@ def restore_before(
     earlier = on_rank_0(
         lambda: [p for p in manifests.committed(folder) if (manifests.step_of(p) or 0) <= step]
     )
-    found = _newest_whole(earlier, _or_delete(folder), warn)
-    if found is None:
+    newest = _newest_whole(earlier, _or_delete(folder), warn)
+    if newest is None:
         return None
-    state = _load_checkpoint(run, *found, fingerprint)
-    on_rank_0(lambda: commit.retire_after(folder, manifests.step_of(found[0]) or 0))
+    state = _load_checkpoint(run, *newest, fingerprint)
+    on_rank_0(lambda: commit.retire_after(folder, manifests.step_of(newest[0]) or 0))
     return state
 
 
@@ -215,24 +215,24 @@ def latest(folder: Path, warn: Warn = to_stderr) -> Path | None:
 
     Reads and verifies every file. Raises CheckpointError if all checkpoints are damaged.
     """
-    found = _newest_whole(manifests.committed(folder), _or_delete(folder), warn)
-    return found[0] if found else None
+    newest = _newest_whole(manifests.committed(folder), _or_delete(folder), warn)
+    return newest[0] if newest else None
 
 
 def _or_delete(folder: Path) -> str:
     return f"bring back a copy, or delete {folder} to start over"
 
 
-def _newest_whole(found: list[Path], fix: str, warn: Warn) -> tuple[Path, Manifest] | None:
-    """The first complete checkpoint of ``found``; the same result, or the same error, on every rank."""
+def _newest_whole(checkpoints: list[Path], fix: str, warn: Warn) -> tuple[Path, Manifest] | None:
+    """The first complete checkpoint of ``checkpoints``; the same result, or the same error, on every rank."""
     damage: list[Damaged] = []
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         try:
             return checkpoint, verified(checkpoint)
         except Damaged as fault:
             damage.append(fault)
-            if len(damage) < len(found) and _rank() == 0:
-                path, next_best = fault.path.relative_to(checkpoint.parent), found[len(damage)].name
+            if len(damage) < len(checkpoints) and _rank() == 0:
+                path, next_best = fault.path.relative_to(checkpoint.parent), checkpoints[len(damage)].name
                 warn(f"checkpoint {path} is damaged, {fault.reason}; going back to {next_best}")
     if damage:
         raise CheckpointError(
@@ -246,8 +246,8 @@ def _newest_whole(found: list[Path], fix: str, warn: Warn) -> tuple[Path, Manife
 
 def _set_damaged_aside(folder: Path, whole: Path) -> None:
     """Rename the damaged checkpoints newer than ``whole``, so that they do not count for ``keep``."""
-    found = manifests.committed(folder)
-    for damaged in found[: found.index(whole)]:
+    checkpoints = manifests.committed(folder)
+    for damaged in checkpoints[: checkpoints.index(whole)]:
         damaged.rename(damaged.with_name(f"damaged-{damaged.name}-{time.time_ns()}"))
 
 
@@ -260,9 +260,9 @@ def verified(checkpoint: Path) -> Manifest:
             manifests.verify_file(checkpoint, name, manifest.files[name])
         except Damaged as damage:
             verdict = damage
-    for found in _from_all(verdict):
-        if found is not None:
-            raise found
+    for fault in _from_all(verdict):
+        if fault is not None:
+            raise fault
     return manifest
 
 
@@ -287,23 +287,23 @@ def _require_same_samples(run: Run, manifest: Manifest, fingerprint: str, checkp
 def _of_all_places(run: Run, tensors: dict[str, Tensor]) -> dict[str, TensorKind]:
     """(dtype, shape) of every tensor of the run, by name, also of blocks that other ranks hold."""
     mine = {name: (STORED_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    place = run.options.place
-    if place is None:
+    pipeline = run.options.place
+    if pipeline is None:
         return mine
-    every = [mine] * place.ranks
-    dist.all_gather_object(every, mine, group=place.group)
-    return {name: kind for held in every for name, kind in held.items()}
+    every = [mine] * pipeline.ranks
+    dist.all_gather_object(every, mine, group=pipeline.group)
+    return {name: kind for kinds in every for name, kind in kinds.items()}
 
 
 def _require_same_tensors(expected: dict[str, TensorKind], manifest: Manifest, checkpoint: Path) -> None:
-    found = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
-    different = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
+    saved = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+    different = {name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name)}
     if different:
         name = min(different, key=lambda name: (name.startswith(OPTIMIZER), name))
         raise CheckpointError(
             "the checkpoint is of another model",
             where=str(checkpoint),
-            why=f"{name} is {_kind_text(found.get(name))} in it and {_kind_text(expected.get(name))} in this run",
+            why=f"{name} is {_kind_text(saved.get(name))} in it and {_kind_text(expected.get(name))} in this run",
             fix="use the recipe it was trained with, or train into another folder",
         )
 

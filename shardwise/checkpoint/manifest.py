@@ -233,12 +233,12 @@ def committed(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, newest first: folders named step-N that hold a manifest, unverified."""
     if not folder.is_dir():
         return []
-    found = [
+    checkpoints = [
         (step, path)
         for path in folder.iterdir()
         if (step := step_of(path)) is not None and not path.is_symlink() and (path / MANIFEST).exists()
     ]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

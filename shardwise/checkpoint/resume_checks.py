@@ -162,16 +162,18 @@ def _require_equal_values(
 
 def _model_of(recipe: Recipe) -> dict[str, Any]:
     """The recipe's settings that define the trained function and its optimizer, without the path of its weights."""
-    found = {
+    settings = {
         f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf", "dropout"}).items()
     }
-    found["optimizer.name"] = recipe.optimizer.name
-    found["optimizer.factory"] = without_folder(recipe.optimizer.factory)
-    found["model.factory"] = without_folder(recipe.model.factory)
+    settings["optimizer.name"] = recipe.optimizer.name
+    settings["optimizer.factory"] = without_folder(recipe.optimizer.factory)
+    settings["model.factory"] = without_folder(recipe.model.factory)
     if recipe.adapter is not None:
         said = set(AdapterSpec.model_fields) - _MAY_CHANGE
-        found |= {f"adapter.{key}": value for key, value in recipe.adapter.model_dump(include=said).items()}
-    return found
+        settings |= {
+            f"adapter.{key}": value for key, value in recipe.adapter.model_dump(include=said).items()
+        }
+    return settings
 
 
 def _order_of(recipe: Recipe) -> dict[str, Any]:
@@ -220,8 +222,8 @@ def _found_in(source: DataSpec, spec: DataSpec, kind: str) -> dict[str, Any]:
 
 def candidates(source: Path) -> list[Path]:
     """The checkpoints in ``source``, newest first. Raises CheckpointError if there are none."""
-    if found := manifests.committed(source):
-        return found
+    if checkpoints := manifests.committed(source):
+        return checkpoints
     if (source / manifests.MANIFEST).exists():
         return [source]
     raise CheckpointError(

@@ -242,5 +242,5 @@ class Answer:
     def sources(self) -> Iterator[str]:
         """Which figures are counted, measured and assumed, a sentence each."""
         for kind in ("counted", "measured", "assumed"):
-            if found := [origin.source for origin in self.origins if origin.kind == kind]:
-                yield f"{kind}: {'; '.join(found)}"
+            if sources := [origin.source for origin in self.origins if origin.kind == kind]:
+                yield f"{kind}: {'; '.join(sources)}"

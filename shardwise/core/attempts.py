@@ -72,7 +72,7 @@ class Attempts:
 
 def interruptions(folder: Path) -> tuple[Interruption, ...]:
     """The interruptions of a run, in order."""
-    found: list[Interruption] = []
+    outages: list[Interruption] = []
     end: tuple[float, str] | None = None
     pending: tuple[int, float, str] | None = None
     before = False
@@ -86,10 +86,10 @@ def interruptions(folder: Path) -> tuple[Interruption, ...]:
                 end = None
             case {"event": "training", "time": float(at), "step": int(step)} if pending is not None:
                 reached, since, cause = pending
-                found.append(Interruption(reached, step, cause, at - since))
+                outages.append(Interruption(reached, step, cause, at - since))
                 pending = None
         before = True
-    return tuple(found)
+    return tuple(outages)
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

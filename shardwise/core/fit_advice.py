@@ -89,13 +89,13 @@ class FitAdvice:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for outcome in self.outcomes:
-            found = outcome.candidate
+            candidate = outcome.candidate
             yield {
                 "rung": outcome.remedy.name,
                 "overrides": list(outcome.overrides),
-                "line": found.line,
-                "peak_bytes": found.peak_bytes,
-                "step_seconds": found.step_seconds,
-                "verdict": found.verdict,
-                "reason": found.reason,
+                "line": candidate.line,
+                "peak_bytes": candidate.peak_bytes,
+                "step_seconds": candidate.step_seconds,
+                "verdict": candidate.verdict,
+                "reason": candidate.reason,
             }

@@ -65,15 +65,15 @@ def append(folder: Path, start: Start) -> None:
 
 def starts(folder: Path) -> list[Start]:
     """The starts of a run, in order."""
-    found = []
+    records = []
     with contextlib.suppress(OSError):
         for line in (folder / STARTS).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 start = Start(**json.loads(line))
                 texts = (start.time, start.command, start.host, start.commit, start.folder)
                 if all(isinstance(text, str) for text in texts) and isinstance(start.versions, dict):
-                    found.append(start)
-    return found
+                    records.append(start)
+    return records
 
 
 def _program(path: Path) -> str:

@@ -118,21 +118,21 @@ class PathBase:
         """The same for a data source: ``stdlib``, a URL, PATH, PATH#SPLIT, a glob or an id."""
         if name == STANDARD_LIBRARY or "://" in name:
             return name
-        if self._is_local(found := self.located(name)):
-            return found
-        place, mark, split = name.rpartition("#")
-        if place and mark and self._is_local(path := self.located(place)):
+        if self._is_local(location := self.located(name)):
+            return location
+        dataset, mark, split = name.rpartition("#")
+        if dataset and mark and self._is_local(path := self.located(dataset)):
             return f"{path}#{split}"
-        return self._located_glob(name) if _WILDCARDS.search(name) else found
+        return self._located_glob(name) if _WILDCARDS.search(name) else location
 
     def located_module(self, target: str) -> str:
         """``FOLDER/package.module:object`` for ``package.module:object``, if a folder has the module."""
-        place, slash, inner = target.rpartition("/")
+        parent, slash, inner = target.rpartition("/")
         module, colon, _ = inner.partition(":")
         if not colon or (module == GIVEN and not slash):
             return target
         if slash:
-            return f"{self.located(place or '/')}/{inner}"
+            return f"{self.located(parent or '/')}/{inner}"
         for folder in self.folders:
             file = folder.joinpath(*module.split("."))
             if file.with_name(f"{file.name}.py").is_file() or (file / "__init__.py").is_file():

@@ -65,7 +65,7 @@ TRACKERS: dict[str, str] = {
 
 
 SCHEDULES: dict[str, str] = {"pipedream": "pipeline.pipedream"}
-"""Modules of values of ``pipeline_schedule``; each has a function ``passes_of`` of (live model, update, place)."""
+"""Modules of values of ``pipeline_schedule``; each has a function ``passes_of`` of (live model, update, pipeline)."""
 
 
 OBJECTIVES: dict[str, str] = {

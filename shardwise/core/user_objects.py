@@ -56,7 +56,7 @@ def resolve(target: str, where: str) -> Any:
         sys.path.insert(0, here)
     try:
         imported = importlib.import_module(module)
-        found = getattr(imported, name)
+        attribute = getattr(imported, name)
     except Exception as error:  # not found, or an error during import
         without = f"leave out .py: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
         raise RecipeError(
@@ -72,7 +72,7 @@ def resolve(target: str, where: str) -> Any:
             why=f"this process has imported {imported.__file__}",
             fix="start another process, or rename the module",
         )
-    return found
+    return attribute
 
 
 def _is_of_another_folder(module: ModuleType, folder: str) -> bool:

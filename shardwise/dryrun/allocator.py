@@ -362,9 +362,9 @@ def _reach(block: MemoryBlock) -> int:
 
 def _free_extent(start: MemoryBlock, size: int) -> int:
     """Free or unmapped bytes from ``start`` on, counted until they reach ``size``."""
-    found = 0
+    free_bytes = 0
     block: MemoryBlock | None = start
-    while block is not None and block.free and found < size:
-        found += block.size
+    while block is not None and block.free and free_bytes < size:
+        free_bytes += block.size
         block = block.next
-    return found
+    return free_bytes

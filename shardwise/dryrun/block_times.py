@@ -21,12 +21,12 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
     """
     owners = {name: block for block, name in enumerate(blocks)}
     own = [
-        (place, allocation)
+        (owner, allocation)
         for allocation in tracker.allocations
         if allocation.born > since
         and allocation.micro_batch == 0
         and not allocation.on_host
-        and (place := _owner(allocation.where, owners)) is not None
+        and (owner := _owner(allocation.where, owners)) is not None
     ]
     if not own:
         return None

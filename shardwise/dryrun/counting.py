@@ -52,9 +52,9 @@ def noted_kernels_of(
     given = [id(tensor) for tensor in tensors_in(args, kwargs)]
     several = len(set(given)) < len(given)
     key = (phase, *map(given.index, given)) if several else phase
-    if (found := notes.get(key)) is None:
-        found = notes[key] = kernels_of(phase, func, args, kwargs, out)
-    return cast("Sequence[Kernel]", found)
+    if (kernels := notes.get(key)) is None:
+        kernels = notes[key] = kernels_of(phase, func, args, kwargs, out)
+    return cast("Sequence[Kernel]", kernels)
 
 
 def kernels_of(

@@ -50,11 +50,11 @@ class MemoryMoments:
 
 def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:
     """The moments of a step that began at ``since``, of a model of ``depth`` blocks."""
-    held = [a for a in tracker.allocations if not a.on_host]
-    levels = _levels_by_row(held, tracker)
-    _take_samples_out(levels, held, since, tracker)
-    born = {a.born: a for a in held if a.born > since}
-    freed = {a.died for a in held if a.died is not None}
+    allocations = [a for a in tracker.allocations if not a.on_host]
+    levels = _levels_by_row(allocations, tracker)
+    _take_samples_out(levels, allocations, since, tracker)
+    born = {a.born: a for a in allocations if a.born > since}
+    freed = {a.died for a in allocations if a.died is not None}
     sizes = dict(tracker.workspaces)
     places = _places(born, depth)
     names, passes, times, latest = [STEP_START], [-1], [since], -1
@@ -109,11 +109,11 @@ def _places(born: dict[int, Allocation], depth: int | None) -> dict[int, str]:
     seen: Counter[tuple[int | None, str]] = Counter()
     names = {}
     for time in sorted(places):
-        place = places[time]
+        operation = places[time]
         listed = born[time].phase in ("clip", "optimizer")
-        count = seen[place] - totals[place] if listed else seen[place]
-        names[time] = f"{place[1]}|{count}"
-        seen[place] += 1
+        count = seen[operation] - totals[operation] if listed else seen[operation]
+        names[time] = f"{operation[1]}|{count}"
+        seen[operation] += 1
     return names
 
 

@@ -50,17 +50,17 @@ Sized = Tensor | _Like
 def _output_shape(x: Tensor, weight: Tensor, form: ConvolutionForm) -> list[int]:
     """The spatial shape of a convolution's result."""
     strides, paddings, dilations, transposed, more, _ = form
-    found = []
+    shape = []
     for axis, (size, window) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
         stride, padding, dilation = (
             setting[axis % len(setting)] for setting in (strides, paddings, dilations)
         )
         reach = dilation * (window - 1) + 1
         if transposed:
-            found.append((size - 1) * stride - 2 * padding + reach + more[axis % len(more)])
+            shape.append((size - 1) * stride - 2 * padding + reach + more[axis % len(more)])
         else:
-            found.append((size + 2 * padding - reach) // stride + 1)
-    return found
+            shape.append((size + 2 * padding - reach) // stride + 1)
+    return shape
 
 
 def _block_channels() -> int:
@@ -116,9 +116,9 @@ def _convolution(
         again = 2 if transposed and math.prod(stride) > 1 else 1
         size = max(_reordered(x) + _size_of(weight) + _blocked(y) - _size_of(y), again * _blocked(y))
     workspace = x.new_empty(size, dtype=torch.uint8)
-    found = torch.ops.aten.convolution(x, weight, bias, *form)
+    output = torch.ops.aten.convolution(x, weight, bias, *form)
     del workspace
-    return found
+    return output
 
 
 def _convolution_backward(
@@ -155,9 +155,9 @@ def _convolution_backward(
             reordered = 0 if _plain_weight_gradient(weight) else _blocked(dy) + _reordered(x)
             sizes.append(max(reordered + _of_half(dy, x, weight, threads), _size_of(weight)))
     workspace = x.new_empty(max(sizes), dtype=torch.uint8)
-    found = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, output_mask)
+    gradients = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, output_mask)
     del workspace
-    return found
+    return gradients
 
 
 def _plain_weight_gradient(weight: Tensor) -> bool:
@@ -231,9 +231,9 @@ def _lstm_backward(x: Tensor, w1: Tensor, w2: Tensor, *args: Any) -> Any:
     output: Tensor = args[4]
     size = of_output * _size_of(output) + of_input * _size_of(x) + of_weights * (_size_of(w1) + _size_of(w2))
     workspace = x.new_empty(int(size), dtype=torch.uint8)
-    found = torch.ops.aten.mkldnn_rnn_layer_backward(x, w1, w2, *args)
+    gradients = torch.ops.aten.mkldnn_rnn_layer_backward(x, w1, w2, *args)
     del workspace
-    return found
+    return gradients
 
 
 def with_workspaces(threads: int) -> Mapping[str, Callable[..., Any]]:

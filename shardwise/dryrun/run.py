@@ -176,8 +176,8 @@ def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clus
     target = TARGET_KERNELS[cluster.device.kind]
     with fake_world(rank, world_size), separate_host_memory(not target.is_host):
         site = assemble(recipe, blueprint, strategy, world_size, "cpu", depth)
-        if (place := site.options.place) is not None:
-            site.options.place = place = place.reduced(reduced)
+        if (pipeline := site.options.place) is not None:
+            site.options.place = pipeline = pipeline.reduced(reduced)
         elements, even = weights_in(site.view.model), _is_even(site)
         modules, fake = RunningModule(site.view.model), StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
@@ -201,9 +201,9 @@ def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clus
         disk_bytes=tracker.disk_bytes,
         saved_bytes=tracker.disk_bytes + _saved_bytes(step.run),
         communicators=len(tracker.groups),
-        depth=blueprint.depth if place is None else place.depth,
-        place=None if place is None else place.without_groups(),
-        pass_bytes=_pass_bytes(tracker, step.passes) if place is not None and history else 0,
+        depth=blueprint.depth if pipeline is None else pipeline.depth,
+        place=None if pipeline is None else pipeline.without_groups(),
+        pass_bytes=_pass_bytes(tracker, step.passes) if pipeline is not None and history else 0,
         pass_peaks=() if reduced.micro_batches is None else peaks_of_passes(tracker, step.passes, step.few),
         moments=moments(tracker, step.start, depth) if with_moments else None,
         sites=sites_at_peak(tracker, step.start) if history else (),

@@ -30,15 +30,15 @@ FIRST: SnapshotValues = {
 
 def memory_snapshot(tracker: Tracker, options: AllocatorOptions) -> SnapshotValues:
     """The build and one step: every allocation and free of device memory, and the segments at the end."""
-    held = [a for a in tracker.allocations if not a.on_host]
+    allocations = [a for a in tracker.allocations if not a.on_host]
     events = sorted(
-        [(a.born, i) for i, a in enumerate(held)]
-        + [(a.died, i) for i, a in enumerate(held) if a.died is not None]
+        [(a.born, i) for i, a in enumerate(allocations)]
+        + [(a.died, i) for i, a in enumerate(allocations) if a.died is not None]
     )
     allocator, living = CachingAllocator(options), dict[int, tuple[MemoryBlock, Allocation]]()
     trace: list[SnapshotValues] = [FIRST]
     for _, index in events:
-        allocation = held[index]
+        allocation = allocations[index]
         if index in living:
             block, _ = living.pop(index)
             trace += _freed(block, allocation, tracker)
@@ -110,10 +110,10 @@ def _segments(
 
 
 def _block_entry(block: MemoryBlock, owner: Allocation | None, tracker: Tracker) -> SnapshotValues:
-    found: SnapshotValues = {"address": block.address, "size": block.size, "requested_size": 0, "frames": []}
+    entry: SnapshotValues = {"address": block.address, "size": block.size, "requested_size": 0, "frames": []}
     if owner is None:
-        return found | {"state": "inactive"}
-    return found | {
+        return entry | {"state": "inactive"}
+    return entry | {
         "state": "active_allocated",
         "requested_size": owner.size,
         "frames": _allocation_frames(owner, tracker),

@@ -81,7 +81,7 @@ class Spans:
 def _time_of_day() -> tuple[float, float]:
     """A mark on the CPU and the time of day at it: of several tries the one that was interrupted least."""
     tries = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(5)]
-    before, now, after = min(tries, key=lambda each: each[2] - each[0])
+    before, now, after = min(tries, key=lambda reading: reading[2] - reading[0])
     return (before + after) / 2, now
 
 

@@ -224,8 +224,8 @@ def compared(
         return value.to(dtypes.get(name, value.dtype))
 
     dtype = torch.float64 if torch.float64 in dtypes.values() else torch.float32
-    found = max_logit_difference(adapted, (plain, rounded), dtype)
-    return Merge(len(merged.weights), tuple(sorted(merged.packings)), *found)
+    comparison = max_logit_difference(adapted, (plain, rounded), dtype)
+    return Merge(len(merged.weights), tuple(sorted(merged.packings)), *comparison)
 
 
 def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:

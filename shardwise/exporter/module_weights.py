@@ -95,12 +95,12 @@ def write_weights(recipe: Recipe, checkpoint: Path, target: Path, dtype: torch.d
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers as a checkpoint names them; complex ones as pairs of real numbers."""
-    found: dict[str, Tensor] = dict(named_parameters(module))
+    tensors: dict[str, Tensor] = dict(named_parameters(module))
     for path, submodule in module.named_modules():
         for name, buffer in submodule.named_buffers(recurse=False):
             if name not in non_persistent_buffers(submodule):
-                found[canonical_name(f"{path}.{name}" if path else name)] = buffer
-    return {name: real_pairs(tensor) for name, tensor in found.items()}
+                tensors[canonical_name(f"{path}.{name}" if path else name)] = buffer
+    return {name: real_pairs(tensor) for name, tensor in tensors.items()}
 
 
 def _require_equal_shapes(weights: SavedWeights, module: Mapping[str, Tensor], checkpoint: Path) -> None:

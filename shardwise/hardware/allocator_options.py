@@ -87,21 +87,21 @@ def options_in(kind: str, environment: Mapping[str, str] = os.environ) -> Alloca
 
 def options_from(text: str, where: str = VARIABLES[0]) -> AllocatorOptions:
     """Parse ``key:value,key:value``. Raises RecipeError."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     position = 0
     while position < len(text):
         match = _PAIR.match(text, position)
         if match is None:
             what = f"cannot read {text[position : position + 40]!r}"
             raise RecipeError(what, where=where, fix="write key:value,key:value")
-        found[match[1]] = match[2].strip()
+        options[match[1]] = match[2].strip()
         position = match.end()
     try:
         return AllocatorOptions(
-            expandable_segments=_flag(found.pop("expandable_segments", "False")),
-            max_split_size=_split_size(found.pop("max_split_size_mb", "")),
-            divisions=_divisions(found.pop("roundup_power2_divisions", "0")),
-            ignored=tuple(found),
+            expandable_segments=_flag(options.pop("expandable_segments", "False")),
+            max_split_size=_split_size(options.pop("max_split_size_mb", "")),
+            divisions=_divisions(options.pop("roundup_power2_divisions", "0")),
+            ignored=tuple(options),
         )
     except ValueError as problem:
         raise RecipeError(str(problem), where=where) from None

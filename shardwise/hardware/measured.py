@@ -51,14 +51,14 @@ class Grid:
         for axis, size in zip(self.axes, sizes, strict=True):
             beyond *= max(1.0, size / axis[-1]) if grows else 1.0
             corners.append(_between(axis, min(max(size, axis[0]), axis[-1])))
-        found = 0.0
+        log_seconds = 0.0
         for picks in product(*corners):
             index, weight = 0, 1.0
-            for (place, share), axis in zip(picks, self.axes, strict=True):
-                index, weight = index * len(axis) + place, weight * share
+            for (position, share), axis in zip(picks, self.axes, strict=True):
+                index, weight = index * len(axis) + position, weight * share
             if weight:
-                found += weight * math.log(self.seconds[index])
-        return beyond * math.exp(found)
+                log_seconds += weight * math.log(self.seconds[index])
+        return beyond * math.exp(log_seconds)
 
 
 def _between(axis: Sequence[float], size: float) -> tuple[tuple[int, float], tuple[int, float]]:

@@ -74,7 +74,7 @@ _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         f"efficiency.{efficiency}": (f"efficiency.{efficiency}", ("fraction",))
         for efficiency in _EFFICIENCIES
     },
-    **{f"overhead.{each}": (f"overhead.{each}_bytes", ("mib",)) for each in _OVERHEADS},
+    **{f"overhead.{overhead}": (f"overhead.{overhead}_bytes", ("mib",)) for overhead in _OVERHEADS},
 }
 """Tables of a file: the figure of DeviceProfile that its source is for, and the keys of its numbers."""
 
@@ -209,7 +209,9 @@ def _profile(
     if "flops.fp32_tera_per_s" not in numbers:  # the dtype that the others fall back on
         raise KeyError("flops.fp32_tera_per_s")
     flops = {dtype: numbers.get(f"flops.{dtype}_tera_per_s") for dtype in RATED_DTYPES}
-    overhead = {f"{each}_bytes": int(MiB * numbers[f"overhead.{each}.mib"]) for each in _OVERHEADS}
+    overhead = {
+        f"{consumer}_bytes": int(MiB * numbers[f"overhead.{consumer}.mib"]) for consumer in _OVERHEADS
+    }
     devices = words["node_devices"]
     rates: dict[str, Any] = {rate: 1e9 * numbers[f"{rate}.gb_per_s"] for rate in _RATE_KEYS}
     return DeviceProfile(

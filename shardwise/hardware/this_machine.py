@@ -112,13 +112,13 @@ def memory_left(root: Path = Path("/")) -> int | None:
 
     A group's usage includes the file cache. Its inactive part counts as free: the kernel drops it first.
     """
-    found = []
+    free_bytes = []
     for folder, name, limit in _memory_limits(root):
         unified = name == "memory.max"
         used = _read_int(folder / ("memory.current" if unified else "memory.usage_in_bytes")) or 0
         cache = _memory_stat(folder, "inactive_file" if unified else "total_inactive_file")
-        found.append(max(0, limit - max(0, used - cache)))
-    return min(found, default=None)
+        free_bytes.append(max(0, limit - max(0, used - cache)))
+    return min(free_bytes, default=None)
 
 
 def usable_memory(root: Path = Path("/")) -> int:
@@ -178,15 +178,15 @@ def threads_of(processes: int) -> int:
 def read_calibration(path: Path | None = None) -> Calibration | None:
     """The calibration of this CPU, core count and torch; None if missing, malformed or of another machine."""
     try:
-        found = checked((path or calibration_file()).read_bytes(), Calibration)
+        calibration = checked((path or calibration_file()).read_bytes(), Calibration)
     except (OSError, ValidationError):
         return None
-    rates = [*found.flops.values(), found.memory_bandwidth]
-    rates += [rate for rate in (found.link_bandwidth, found.disk_bandwidth) if rate is not None]
-    sound = "fp32" in found.flops and all(math.isfinite(rate) and rate > 0 for rate in rates)
-    here = found.cpu_model == cpu_model() and found.cores == usable_cores()
-    same = found.version == CALIBRATION_VERSION and found.torch in ("", torch_version())
-    return found if sound and here and same else None
+    rates = [*calibration.flops.values(), calibration.memory_bandwidth]
+    rates += [rate for rate in (calibration.link_bandwidth, calibration.disk_bandwidth) if rate is not None]
+    sound = "fp32" in calibration.flops and all(math.isfinite(rate) and rate > 0 for rate in rates)
+    here = calibration.cpu_model == cpu_model() and calibration.cores == usable_cores()
+    same = calibration.version == CALIBRATION_VERSION and calibration.torch in ("", torch_version())
+    return calibration if sound and here and same else None
 
 
 def write_calibration(calibration: Calibration, path: Path | None = None) -> Path:

@@ -110,7 +110,7 @@ def prepare_training(
     require_trackers(recipe)
     progress("reading the data")
     recipe = with_date(recipe, folder)
-    found = check_data(recipe)
+    sentences = check_data(recipe)
     asked, recipe = recipe, with_steps(recipe)
     check_start(recipe, folder)
     if done := finished(recipe, folder):
@@ -126,9 +126,9 @@ def prepare_training(
     append(folder, Start.now(folder))
     if recipe.profile.steps:
         _write_planned_memory(recipe, cluster, planned, folder)
-    found += epoch_sentences(asked, recipe)
+    sentences += epoch_sentences(asked, recipe)
     first = f"{planned.line}  →  {folder}"
-    for sentence in [first, *found, *reasons, *scaling_sentences(recipe), *planned.departures]:
+    for sentence in [first, *sentences, *reasons, *scaling_sentences(recipe), *planned.departures]:
         say(sentence)
     return planned
 

@@ -157,10 +157,10 @@ def _started_ranks(
             ) from error
         yield ranks
     finally:
-        for each in ranks:
-            each.send(signal.SIGKILL)
-        for each in ranks:
-            for thread in each.threads:
+        for worker in ranks:
+            worker.send(signal.SIGKILL)
+        for worker in ranks:
+            for thread in worker.threads:
                 thread.join(_JOIN_SECONDS)
 
 

@@ -36,8 +36,8 @@ class StopRequest:
         Collective; does not wait for the device.
         """
         flags = torch.zeros(1 + len(others), device=self._device)  # torch.tensor waits for the device
-        for place, asked in enumerate((self._asked, *others)):
+        for index, asked in enumerate((self._asked, *others)):
             if asked:
-                flags[place].fill_(1.0)
+                flags[index].fill_(1.0)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return flags

@@ -87,6 +87,6 @@ def place_in(error: BaseException) -> str:
 
 @cache
 def _torch_folder() -> str:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.submodule_search_locations
-    return _folder(next(iter(found.submodule_search_locations)))
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations
+    return _folder(next(iter(spec.submodule_search_locations)))

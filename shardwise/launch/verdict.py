@@ -41,15 +41,15 @@ def verdict(ended: Ended, stops: list[int], saves: bool = True) -> tuple[int, st
 
 
 def _lost_rank(culprit: Rank, code: int, resume: str) -> RankError:
-    what, place = f"rank {culprit.rank} was lost", str(culprit)
+    what, where = f"rank {culprit.rank} was lost", str(culprit)
     if code < 0:
-        return RankError(what, where=place, why=f"killed by {signal_name(-code)}", fix=resume)
+        return RankError(what, where=where, why=f"killed by {signal_name(-code)}", fix=resume)
     if code == 0:
         why = "it ended with exit code 0 before its peers were done"
-        return RankError(what, where=place, why=why, fix="look for os._exit or sys.exit in your code")
+        return RankError(what, where=where, why=why, fix="look for os._exit or sys.exit in your code")
     tail = culprit.log_tail()
     why = f"it ended with exit code {code}" + (f", {tail[-1].strip()}" if tail else "")
-    return RankError(what, where=place, why=why, fix="see its log")
+    return RankError(what, where=where, why=why, fix="see its log")
 
 
 def _hung(ended: Ended, stops: list[int], saves: bool) -> tuple[int, str]:

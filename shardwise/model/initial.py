@@ -64,14 +64,14 @@ def _fill(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], see
 
 def _fill_matrix(
     part: Tensor,
-    held: tuple[slice, slice],
+    slices: tuple[slice, slice],
     width: int,
     draw: Callable[[Tensor, torch.Generator], object],
     seed: int,
     name: str,
 ) -> None:
     """Write the held rows and columns of a matrix of ``width`` columns."""
-    rows, columns = held
+    rows, columns = slices
     shape = (TILE[0], min(TILE[1], width))
     tile = torch.empty(shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu")

@@ -202,14 +202,14 @@ def weights_in(model: nn.Module) -> int:
 
 def packings_in(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
     """Of each weight that the recipe packs: its name, that of the plain weight, and what unpacks some of its rows."""
-    found: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
+    packings: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
     for path, layer in ((canonical_name(f"{path}.")[:-1], layer) for path, layer in model.named_modules()):
         if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
-            found[f"{path}.{PACKED_BASE}"] = f"{path}.weight", layer.packing.values_in
+            packings[f"{path}.{PACKED_BASE}"] = f"{path}.weight", layer.packing.values_in
         elif isinstance(layer, AdaptedExperts):
             for name, how in layer.packings.items():
-                found[f"{path}.{name}{EXPERT_PACKED}"] = f"{path}.{name}", how.values_in
-    return found
+                packings[f"{path}.{name}{EXPERT_PACKED}"] = f"{path}.{name}", how.values_in
+    return packings
 
 
 # ---- which layers -----------------------------------------------------------------------------------------

@@ -90,12 +90,12 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
 
 def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates that no other beats in both memory and time, by memory. Bounds without a time are left out."""
-    found: list[Candidate] = []
+    frontier: list[Candidate] = []
     timed = [candidate for candidate in candidates if candidate.step_seconds and candidate.peak_bytes]
     for candidate in sorted(timed, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds)):
-        if not found or candidate.step_seconds < found[-1].step_seconds:
-            found.append(candidate)
-    return tuple(found)
+        if not frontier or candidate.step_seconds < frontier[-1].step_seconds:
+            frontier.append(candidate)
+    return tuple(frontier)
 
 
 # -- the alternatives ---------------------------------------------------------------------------------

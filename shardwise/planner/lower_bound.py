@@ -45,11 +45,11 @@ def least_state_bytes(
     sharing = layout.ranks(lambda axis: axis.tokens)  # ranks with the same part of the model
     states, optimizer, node = _of_states(strategy), _stateless(recipe.optimizer), replace(cluster, nodes=1)
     quantize = recipe.adapter.quantize if recipe.adapter is not None else None
-    held = 0.0
+    state_bytes = 0.0
     for number, frozen in zip(parameters, (None, quantize), strict=True):
         counted = functools.partial(_bytes_per_parameter, states, optimizer, node, frozen)
-        held += number * _on_ranks(counted, sharing, layout.state_copies) if number else 0
-    return int(_BOUND_MARGIN * held * sharing / layout.world_size)
+        state_bytes += number * _on_ranks(counted, sharing, layout.state_copies) if number else 0
+    return int(_BOUND_MARGIN * state_bytes * sharing / layout.world_size)
 
 
 def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float:

@@ -48,14 +48,14 @@ def nearest_in_words(
     for settings in (free, free, compared):
         trials = [trial for trial in _neighbour_strategies(least.strategy, settings) if trial not in seen]
         seen.update(trials)
-        found = list(_quick_predictions(predictor, trials))
-        if fitting := [prediction for prediction in found if prediction.bytes <= budget]:
+        predictions = list(_quick_predictions(predictor, trials))
+        if fitting := [prediction for prediction in predictions if prediction.bytes <= budget]:
             best = min(fitting, key=lambda prediction: prediction.seconds)
             keys = ", ".join(f"{key}={new}" for key, (new, _) in best.strategy.differences(strategy).items())
             return (
                 f"the nearest plan that fits in {format_bytes(budget)}: {keys} ({format_bytes(best.bytes)})"
             )
-        least = min([least, *found], key=lambda prediction: prediction.bytes)
+        least = min([least, *predictions], key=lambda prediction: prediction.bytes)
     line = one_line(least.strategy, predictor.layout(least.strategy), recipe.batch_size)
     return f"no plan fits in {format_bytes(budget)}; the smallest needs {format_bytes(least.bytes)}: {line}"
 

@@ -188,14 +188,14 @@ def _shortened_run(
     recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int
 ) -> DryRun:
     """A dry run of as few micro-batches as the peaks of all follow from."""
-    place = place_of(recipe, blueprint, strategy, cluster, rank)
+    pipeline = place_of(recipe, blueprint, strategy, cluster, rank)
     count = micro_batches(strategy, layout_of(strategy, cluster.world_size), recipe.batch_size)
     run = partial(dry_run, recipe, blueprint, strategy, cluster, rank=rank, history=False)
-    return _with_peaks_of_all(run, place, count)
+    return _with_peaks_of_all(run, pipeline, count)
 
 
-def _with_peaks_of_all(run: Callable[..., DryRun], place: Place | None, count: int) -> DryRun:
-    if place is None or (shortcut := place.shortcut(count)) is None:
+def _with_peaks_of_all(run: Callable[..., DryRun], pipeline: Place | None, count: int) -> DryRun:
+    if pipeline is None or (shortcut := pipeline.shortcut(count)) is None:
         return run(reduced=WHOLE_STEP)
     more, fewer = run(reduced=shortcut.more), run(reduced=shortcut.fewer)
     phases = {peak.phase for peak in more.pass_peaks}
@@ -206,4 +206,4 @@ def _with_peaks_of_all(run: Callable[..., DryRun], place: Place | None, count: i
         peak = Peak(one.ledger.extrapolated(two.ledger, shortcut.times), two.phase, two.where)
         if peak.phase not in peaks or peak.bytes > peaks[peak.phase].bytes:
             peaks[peak.phase] = peak
-    return replace(more, peaks=peaks, place=place.without_groups())
+    return replace(more, peaks=peaks, place=pipeline.without_groups())

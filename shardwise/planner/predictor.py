@@ -170,8 +170,8 @@ class Predictor:
         layout, composer = self.layout(strategy), self.composer
         if has_stages(layout):
             budget, seen = self.budget_bytes, self._ranks
-            found = predict_worst(*self._asked(strategy), whole=False, budget=budget, seen=seen)
-            return replace(self.verdicts.exact(found), exact=False, note="")
+            prediction = predict_worst(*self._asked(strategy), whole=False, budget=budget, seen=seen)
+            return replace(self.verdicts.exact(prediction), exact=False, note="")
         if composer is None:
             return self.verdicts.exact(self.confirm(strategy))
         count = self.micro_batches(strategy)
@@ -237,7 +237,7 @@ class Predictor:
             return self.estimate(strategy)
         plain, plain_known = map(without_one_time_costs, (strategy, known.strategy))
         other, mine = self._comparable(plain), self._comparable(plain_known)
-        staged = any(has_stages(self.layout(each)) for each in (strategy, known.strategy))
+        staged = any(has_stages(self.layout(candidate)) for candidate in (strategy, known.strategy))
         tensors = known.tensors + other.tensors - mine.tensors
         if staged:
             tensors = int(known.tensors * (other.tensors / mine.tensors))

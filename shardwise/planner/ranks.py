@@ -57,22 +57,22 @@ def predict_worst(
     worst = max(known, key=lambda rank: known[rank].peak.bytes if whole and small else known[rank].sum_bytes)
     if whole and not small:
         known |= looks.at([worst], whole=True)
-    place = known[ranks[0]].run.place
-    assert place is not None
-    stride, count = layout.stride(place.axis), micro_batches(strategy, layout, recipe.batch_size)
-    probed = {rank // stride: found for rank, found in known.items()}
-    every = [probed[place.stand_in(number, probed)] for number in range(place.ranks)]
-    times = [_rank_time(found, layout, cluster) for found in every]
-    step = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
+    pipeline = known[ranks[0]].run.place
+    assert pipeline is not None
+    stride, count = layout.stride(pipeline.axis), micro_batches(strategy, layout, recipe.batch_size)
+    probed = {rank // stride: prediction for rank, prediction in known.items()}
+    every = [probed[pipeline.stand_in(number, probed)] for number in range(pipeline.ranks)]
+    times = [_rank_time(prediction, layout, cluster) for prediction in every]
+    step = pipeline.combined(times, count, worst // stride, known[worst].run.pass_bytes)
     return replace(
         known[worst],
         # Which rank takes most of the host or of a disk need not be the one that takes most of its device.
-        host=max((found.host for found in known.values()), key=lambda host: host.total),
-        disk_bytes=max(found.disk_bytes for found in known.values()),
+        host=max((prediction.host for prediction in known.values()), key=lambda host: host.total),
+        disk_bytes=max(prediction.disk_bytes for prediction in known.values()),
         step=_step(known[worst].step, every, step),
         timetable=step.timetable,
         parameters=blueprint.parameter_count(),
-        allocated_by_rank={rank: found.allocated_bytes for rank, found in known.items()},
+        allocated_by_rank={rank: prediction.allocated_bytes for rank, prediction in known.items()},
     )
 
 
@@ -109,7 +109,7 @@ def _rank_time(prediction: Prediction, layout: Layout, cluster: Cluster) -> Rank
 
 def _step(step: StepEstimate, every: Sequence[Prediction], whole: WholeStep) -> StepEstimate:
     """One step of all ranks together."""
-    slowest = max(every, key=lambda found: found.step.seconds).step
+    slowest = max(every, key=lambda prediction: prediction.step.seconds).step
     return replace(
         step,
         seconds=whole.seconds,

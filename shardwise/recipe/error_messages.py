@@ -114,12 +114,12 @@ def unknown_key(path: KeyPath, names: Sequence[str], homes: Mapping[str, str]) -
 
 def explain(fault: ErrorDetails) -> Complaint:
     """A fault of a value that pydantic found, as a complaint. For unknown keys see `unknown_key`."""
-    path, kind, found = tuple(fault["loc"]), fault["type"], fault["input"]
+    path, kind, entry = tuple(fault["loc"]), fault["type"], fault["input"]
     key, context = dotted(path[-2:] if isinstance(path[-1], int) else path[-1:]), fault.get("ctx", {})
     if kind == "missing":
         return Complaint(path, f"{key} is missing", absent=True)
     if kind == "value_error":
-        return Complaint(path, f"{key} must be {context['error']}", f"found {describe(found)}")
+        return Complaint(path, f"{key} must be {context['error']}", f"found {describe(entry)}")
     if kind == "string_too_short":
         return Complaint(path, f"{key} must not be empty")
     expected = _EXPECTED.get(kind, "").format(
@@ -127,14 +127,14 @@ def explain(fault: ErrorDetails) -> Complaint:
     )
     what = f"{key} must be {expected}" if expected else f"{key} is not acceptable: {fault['msg']}"
     fix = ""
-    if kind == "literal_error" and isinstance(found, str):
-        near = nearest_name(found, re.findall(r"'([^']+)'", str(context["expected"])))
+    if kind == "literal_error" and isinstance(entry, str):
+        near = nearest_name(entry, re.findall(r"'([^']+)'", str(context["expected"])))
         fix = f"did you mean '{near}'?" if near else ""
     elif kind in _NUMERIC:
-        fix = _respelled(found)
-    elif kind in ("dict_type", "mapping_type", "model_type") and isinstance(found, str) and ":" in found:
+        fix = _respelled(entry)
+    elif kind in ("dict_type", "mapping_type", "model_type") and isinstance(entry, str) and ":" in entry:
         fix = "put a space after each colon"
-    return Complaint(path, what, f"found {describe(found)}", fix)
+    return Complaint(path, what, f"found {describe(entry)}", fix)
 
 
 def first_error(complaints: Sequence[Complaint], document: YamlDocument) -> RecipeError:
@@ -155,14 +155,14 @@ def _short_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
 
 
-def _respelled(found: object) -> str:
+def _respelled(value: object) -> str:
     """How to write the number that was probably intended; "" if unknown."""
-    if isinstance(found, float) and found.is_integer() and abs(found) < 1e18:
-        return f"write {int(found)}"
-    if isinstance(found, str):
-        text = re.sub(r"[_,' ]", "", found)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e18:
+        return f"write {int(value)}"
+    if isinstance(value, str):
+        text = re.sub(r"[_,' ]", "", value)
         if re.fullmatch(r"[-+]?[0-9]+", text):
-            return f"write {text[:30]}" + (" without quotes" if text == found else "")
+            return f"write {text[:30]}" + (" without quotes" if text == value else "")
         if re.fullmatch(r"[-+]?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?", text):
-            return f"write {text[:30]}" + (" without quotes" if text == found else "")
+            return f"write {text[:30]}" + (" without quotes" if text == value else "")
     return ""

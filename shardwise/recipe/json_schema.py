@@ -41,9 +41,9 @@ def _document(schema: dict[str, Any], section: type[Section]) -> None:
 
 
 def _setting(setting: Setting[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"description": setting.doc}
+    schema: dict[str, Any] = {"description": setting.doc}
     if setting.choices and not setting.forms:
-        return found | {"enum": [*setting.choices, None]}
-    found["type"] = [_JSON_TYPES[setting.kind], "null"]
+        return schema | {"enum": [*setting.choices, None]}
+    schema["type"] = [_JSON_TYPES[setting.kind], "null"]
     limits = {"minimum": setting.minimum, "maximum": setting.maximum}
-    return found | {name: limit for name, limit in limits.items() if limit is not None}
+    return schema | {name: limit for name, limit in limits.items() if limit is not None}

@@ -42,8 +42,8 @@ from shardwise.recipe.yaml_source import (
 def _section_types(optional: bool) -> dict[str, type[Section]]:
     """The sections of a recipe by name: those that may be null (``optional``), or the others."""
     kinds = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    found = {n: get_args(k)[:1] or (None,) if optional else (k,) for n, k in kinds.items()}
-    return {n: k for n, (k, *_) in found.items() if isinstance(k, type) and issubclass(k, Section)}
+    types = {n: get_args(k)[:1] or (None,) if optional else (k,) for n, k in kinds.items()}
+    return {n: k for n, (k, *_) in types.items() if isinstance(k, type) and issubclass(k, Section)}
 
 
 _ALWAYS = _section_types(optional=False)
@@ -172,15 +172,15 @@ def _with_sections(document: YamlDocument) -> YamlDocument:
 
 def _without_unset(values: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
     """Without the keys that are null where null is no value: they keep their defaults, or are missing."""
-    found = dict[str, Any]()
+    settings = dict[str, Any]()
     for key, value in values.items():
         field = section.model_fields.get(key)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
         if value is None and field is not None and type(None) not in kinds:
             continue
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-        found[key] = _without_unset(value, inner) if inner and isinstance(value, Mapping) else value
-    return found
+        settings[key] = _without_unset(value, inner) if inner and isinstance(value, Mapping) else value
+    return settings
 
 
 def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[str, object], list[Complaint]]:
@@ -207,8 +207,8 @@ def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[s
     return parsed, complaints
 
 
-def _complaint_of_section(name: str, found: object) -> Complaint:
-    fault: Any = {"loc": (name,), "type": "mapping_type", "input": found, "msg": ""}
+def _complaint_of_section(name: str, value: object) -> Complaint:
+    fault: Any = {"loc": (name,), "type": "mapping_type", "input": value, "msg": ""}
     return explain(fault)
 
 

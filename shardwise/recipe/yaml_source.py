@@ -80,9 +80,9 @@ class YamlDocument:
     def where(self, path: KeyPath) -> str:
         """The place in an error: `FILE:LINE: key.path`, or `command line: key.path`."""
         origin = self.origin(path)
-        place = COMMAND_LINE if origin.override else shorten(self.name, 120)
-        place += f":{origin.line}" if origin.line and not origin.override else ""
-        return f"{place}: {shorten(dotted(path), 70)}" if path else place
+        location = COMMAND_LINE if origin.override else shorten(self.name, 120)
+        location += f":{origin.line}" if origin.line and not origin.override else ""
+        return f"{location}: {shorten(dotted(path), 70)}" if path else location
 
     def find(self, path: KeyPath) -> Value:
         """The value at `path`; None if there is none."""

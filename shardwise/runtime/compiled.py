@@ -141,7 +141,7 @@ class CompiledForward:
             self._weights = list(_weight_slots(self._block))
             self._code = code_of_module(self._block, self._own)
             self._numbers = numbers_of(self._block, self._own)
-        weights = [_local_tensor(held[name]) for held, name in self._weights]
+        weights = [_local_tensor(dictionary[name]) for dictionary, name in self._weights]
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
         modes = tuple(map(code_of, function_modes()))
@@ -191,20 +191,22 @@ class CompiledForward:
     def _positions(self) -> list[int]:
         """Of the inputs of the graph that are parameters; buffers may change before the backward pass."""
         slots = enumerate(self._weights or ())
-        return [position for position, (held, name) in slots if isinstance(held[name], nn.Parameter)]
+        return [
+            position for position, (dictionary, name) in slots if isinstance(dictionary[name], nn.Parameter)
+        ]
 
     @contextmanager
     def _holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """In this block the weights and buffers are ``tensors``."""
         slots = self._weights or []
-        before = [held[name] for held, name in slots]
-        for (held, name), tensor in zip(slots, tensors, strict=True):
-            held[name] = tensor
+        before = [dictionary[name] for dictionary, name in slots]
+        for (dictionary, name), tensor in zip(slots, tensors, strict=True):
+            dictionary[name] = tensor
         try:
             yield
         finally:
-            for (held, name), value in zip(slots, before, strict=True):
-                held[name] = value
+            for (dictionary, name), value in zip(slots, before, strict=True):
+                dictionary[name] = value
 
 
 @contextmanager
@@ -223,9 +225,9 @@ def _as_traced() -> Iterator[None]:
 def _weight_slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Where the weights and buffers of a block are held, by dictionary and name."""
     for module in block.modules():
-        held: dict[str, Any]
-        for held in (module._parameters, module._buffers):
-            yield from ((held, name) for name, value in held.items() if value is not None)
+        dictionary: dict[str, Any]
+        for dictionary in (module._parameters, module._buffers):
+            yield from ((dictionary, name) for name, value in dictionary.items() if value is not None)
 
 
 def _local_tensor(value: Tensor) -> Tensor:

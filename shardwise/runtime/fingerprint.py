@@ -54,9 +54,9 @@ def fingerprint_of(
     if not all(is_plain for is_plain, _ in per_rank):
         return None
     shards: dict[str, dict[tuple[int, ...], int]] = {}
-    for _, held in per_rank:
-        for name, (place, value) in held.items():
-            shards.setdefault(name, {})[place] = value  # replicas count once
+    for _, rank_sums in per_rank:
+        for name, (slices, value) in rank_sums.items():
+            shards.setdefault(name, {})[slices] = value  # replicas count once
     return _digest_of_sums({name: sum(values.values()) for name, values in shards.items()})
 
 

@@ -123,8 +123,8 @@ def _attention_shapes(func: Any, args: tuple[Any, ...]) -> list[torch.Size]:
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if "is_causal" in kwargs:
         return bool(kwargs["is_causal"])
-    place = [argument.name for argument in schema_of(func).arguments].index("is_causal")
-    return bool(args[place]) if place < len(args) else False
+    index = [argument.name for argument in schema_of(func).arguments].index("is_causal")
+    return bool(args[index]) if index < len(args) else False
 
 
 def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     places = _PRODUCT_ARGUMENTS.get(name.removesuffix(".out"))  # compiled code gives the result's memory
     if places is None:
         return ()
-    left, right = (args[place].shape for place in places)
+    left, right = (args[index].shape for index in places)
     return (left[0] if len(left) == 3 else 1), left[-2], right[-1], left[-1]
 
 

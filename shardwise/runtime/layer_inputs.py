@@ -121,9 +121,9 @@ class LayerInputs(TorchFunctionMode):
             if len(_float_dtypes([*args, *kwargs.values()])) > 1:
                 args, kwargs = _cast_all((args, kwargs), self.dtype)
         elif func in _WIDE:
-            found = _float_dtypes([*args, *kwargs.values()])
-            if found - {torch.float32, torch.float64} or len(found) > 1:
-                widest = torch.float64 if torch.float64 in found else torch.float32
+            dtypes = _float_dtypes([*args, *kwargs.values()])
+            if dtypes - {torch.float32, torch.float64} or len(dtypes) > 1:
+                widest = torch.float64 if torch.float64 in dtypes else torch.float32
                 args, kwargs = _cast_all((args, kwargs), widest)
         elif func in _STATISTICS:
             return self._normalized(func, *args, **kwargs)
@@ -217,7 +217,7 @@ def is_half(dtype: torch.dtype) -> bool:
 @contextmanager
 def kept_statistics(module: nn.Module) -> Iterator[None]:
     """In this block norms update their running statistics in vain."""
-    counting = (each for each in module.modules() if hasattr(each, "num_batches_tracked"))
+    counting = (layer for layer in module.modules() if hasattr(layer, "num_batches_tracked"))
     buffers = [buffer for layer in counting for buffer in layer.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:

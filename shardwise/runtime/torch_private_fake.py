@@ -60,11 +60,11 @@ class StaticFakeMode(FakeTensorMode):
             self._last = func, known
             return made[0] if known.sequence is None else known.sequence(made)
         self._asked = key
-        found: Any = self.dispatch(func, types, args, kwargs)
+        output: Any = self.dispatch(func, types, args, kwargs)
         self._last = None
         if key is not None and (func in _NOT_CACHED or func.namespace in _OPERATORS):
-            self._remember(key, func, found, args, kwargs)
-        return found
+            self._remember(key, func, output, args, kwargs)
+        return output
 
     def notes(self, func: Any) -> dict[Any, Any] | None:
         """A dict for the caller, which all calls share whose arguments have equal metadata.
@@ -107,10 +107,10 @@ class StaticFakeMode(FakeTensorMode):
                 return False
         return True
 
-    def _remember(self, key: tuple[Any, ...], func: Any, found: Any, args: Any, kwargs: Any) -> None:
+    def _remember(self, key: tuple[Any, ...], func: Any, output: Any, args: Any, kwargs: Any) -> None:
         """Keep the results of an operation that PyTorch does not cache, unless it has changed an argument's shape."""
-        several = type(found) if isinstance(found, list | tuple) else None
-        made = [_produced(result, args, kwargs) for result in (found if several else (found,))]
+        several = type(output) if isinstance(output, list | tuple) else None
+        made = [_produced(result, args, kwargs) for result in (output if several else (output,))]
         if all(result is not None for result in made) and self._key(func, args, kwargs) == key:
             self._results[key] = _Known(several, tuple(result for result in made if result is not None), {})
 
@@ -147,16 +147,20 @@ class StaticFakeMode(FakeTensorMode):
             "device": "meta",
             "requires_grad": result.requires_grad,
         }
-        held = torch.empty_strided(result.shape, result.stride, **like)
+        meta_tensor = torch.empty_strided(result.shape, result.stride, **like)
         if given is not None:
-            held.set_(given.untyped_storage(), result.offset, result.shape, result.stride)
+            meta_tensor.set_(given.untyped_storage(), result.offset, result.shape, result.stride)
         device = result.device
         made = Tensor._make_subclass(
-            FakeTensor, held, result.requires_grad, dispatch_device=True, device_for_backend_keys=device
+            FakeTensor,
+            meta_tensor,
+            result.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=device,
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
         if device not in self._attributes:
-            self._attributes[device] = dict(FakeTensor(self, held, device).__dict__)
+            self._attributes[device] = dict(FakeTensor(self, meta_tensor, device).__dict__)
         made.__dict__.update(self._attributes[device])
         return made
 
@@ -241,40 +245,40 @@ def _argument(where: int | str, args: Any, kwargs: Any) -> Any:
     return args[where] if isinstance(where, int) else kwargs[where]
 
 
-def _produced(found: Any, args: Any, kwargs: Any) -> _Produced | None:
+def _produced(result: Any, args: Any, kwargs: Any) -> _Produced | None:
     """How a result is made; None where it is no fake tensor, or a view of one within a list."""
-    if found is None:
+    if result is None:
         return _Produced(None)
-    if type(found) is not FakeTensor:
+    if type(result) is not FakeTensor:
         return None
-    storage, viewed = storage_key(found.untyped_storage()), None
+    storage, viewed = storage_key(result.untyped_storage()), None
     for where, given in (*enumerate(args), *kwargs.items()):
-        if given is found:
+        if given is result:
             return _Produced(where)
         for tensor in tree_iter(given):
             if isinstance(tensor, Tensor) and storage_key(tensor.untyped_storage()) == storage:
                 if tensor is not given:
                     return None
                 viewed = where
-    shape, stride, offset = tuple(found.shape), found.stride(), int(found.storage_offset())
-    return _Produced(viewed, shape, stride, offset, found.dtype, found.requires_grad, found.device)
+    shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
+    return _Produced(viewed, shape, stride, offset, result.dtype, result.requires_grad, result.device)
 
 
 def _results_of(entry: Any, is_view: bool) -> tuple[_Produced, ...] | None:
     """What an entry of PyTorch's cache returns; None where that is not always made the same way."""
-    found: list[_Produced] = []
+    results: list[_Produced] = []
     for output_info in entry.output_infos:
         like = output_info.metadata
         if output_info.inplace_idx is not None:
-            found.append(_Produced(output_info.inplace_idx))
+            results.append(_Produced(output_info.inplace_idx))
             continue
         if like is None or like.is_conj or like.is_neg or like.layout is not torch.strided:
             return None
         shape, stride = tuple(like.shape), tuple(like.stride)
         offset, grad = like.storage_offset, like.requires_grad
         argument = output_info.view_idx if is_view else None
-        found.append(_Produced(argument, shape, stride, offset, like.dtype, grad, like.device))
-    return tuple(found)
+        results.append(_Produced(argument, shape, stride, offset, like.dtype, grad, like.device))
+    return tuple(results)
 
 
 def _metadata(t: Tensor, device: torch.device) -> tuple[Any, ...]:

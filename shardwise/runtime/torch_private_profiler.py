@@ -17,12 +17,12 @@ def profiled_events(profiled: profile) -> Iterator[Any]:
     """
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     left = list(profiled.profiler.kineto_results.experimental_event_tree())
-    found = []
+    events = []
     while left:
         event = left.pop()
-        found.append(event)
+        events.append(event)
         left += event.children
-    yield from sorted(found, key=lambda event: event.start_time_ns)
+    yield from sorted(events, key=lambda event: event.start_time_ns)
 
 
 def record_allocations(most: int) -> None:

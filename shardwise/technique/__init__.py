@@ -179,8 +179,9 @@ def stages_of(strategy: Strategy) -> int:
 
 def without_stages(strategy: Strategy) -> Strategy:
     """The strategy with all blocks on every rank, on as many devices."""
-    divide, ranks = (each for each in ORDER if isinstance(each, Dividing)), strategy[PIPELINE_PARALLEL]
-    changed = (each.without_stages(strategy, ranks).items() for each in divide)
+    divide = (technique for technique in ORDER if isinstance(technique, Dividing))
+    ranks = strategy[PIPELINE_PARALLEL]
+    changed = (technique.without_stages(strategy, ranks).items() for technique in divide)
     return strategy.with_values(**dict(itertools.chain.from_iterable(changed)))
 
 
@@ -197,7 +198,11 @@ def without_own_layers(strategy: Strategy) -> Strategy:
 
 def stretch(strategy: Strategy, micro_batches: int) -> Stretch:
     """What stages make of a step, before any is looked at."""
-    divide = (each for each in ORDER if isinstance(each, Dividing) and any(axis.stages for axis in each.axes))
+    divide = (
+        technique
+        for technique in ORDER
+        if isinstance(technique, Dividing) and any(axis.stages for axis in technique.axes)
+    )
     return next(divide).stretch(strategy, micro_batches)
 
 

@@ -97,14 +97,14 @@ class Float8(Wrapping):
 
         scaling, every = site.strategy[FP8_SCALING], site.strategy[FP8_LAYERS] == "all"
         how = scaling_named({"tensor": "tensorwise", "row": "rowwise"}[scaling])
-        found = taken = 0
+        total = taken = 0
         for parent, name, linear in list(_linear_layers(site.view.blocks)):
-            found += 1
+            total += 1
             rows, columns = local_part(linear.weight).shape  # of a split layer, what this rank multiplies
             if can_run(rows, columns) if every else gains(rows, columns, scaling):
                 taken += 1
                 setattr(parent, name, Float8Linear(linear, how))
-        site.hints.note(_note(taken, found, every))
+        site.hints.note(_note(taken, total, every))
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -118,10 +118,10 @@ def _linear_layers(blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str
                     yield parent, name, child
 
 
-def _note(taken: int, found: int, every: bool) -> str:
+def _note(taken: int, total: int, every: bool) -> str:
     why = "have dims that are multiples of 16" if every else "are large enough to gain by it"
     if taken == 0:
         return (
-            f"fp8 changes nothing: none of the {found} linear layers of the blocks {why}, so all run in bf16"
+            f"fp8 changes nothing: none of the {total} linear layers of the blocks {why}, so all run in bf16"
         )
-    return f"fp8 in {taken} of the {found} linear layers of the blocks, those that {why}; the rest in bf16"
+    return f"fp8 in {taken} of the {total} linear layers of the blocks, those that {why}; the rest in bf16"

@@ -74,7 +74,7 @@ def counted(gradients: Iterable[Tensor]) -> Tensor:
     """Counts by exponent, of zeros, and of values that are not finite, [bins + 2], on the device of the gradients."""
     pieces = [local(gradient).detach().flatten() for gradient in gradients]
     counts = torch.zeros(_BINS + 2, dtype=torch.int64, device=pieces[0].device)
-    for piece in (chunk for each in pieces for chunk in each.split(_CHUNK)):
+    for piece in (chunk for gradient in pieces for chunk in gradient.split(_CHUNK)):
         values = piece.float().abs()
         bins = values.log2().floor().nan_to_num(0.0, 0.0, 0.0).clamp(LOWEST, HIGHEST).to(torch.int64) - LOWEST
         bins = torch.where(values == 0, _ZERO, torch.where(values.isfinite(), bins, _NON_FINITE))

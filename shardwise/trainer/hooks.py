@@ -77,7 +77,7 @@ class Hooks:
         self, named: Sequence[tuple[str, Any]], rank: int, silent: Sequence[tuple[str, Any]] = ()
     ) -> None:
         """``silent`` are further callbacks of this rank, which ask for nothing."""
-        here = [(n, each) for n, each in named if rank == 0 or getattr(each, "every_rank", False)]
+        here = [(n, callback) for n, callback in named if rank == 0 or getattr(callback, "every_rank", False)]
         self._named = [*here, *silent]
         self.listening, self.may_ask = bool(self._named), bool(named)
         self._asked: set[str] = set()
@@ -104,8 +104,12 @@ class Hooks:
         self._call(method, values)
 
     def _call(self, method: str, values: Values) -> list[tuple[str, Any]]:
-        found = [(name, function) for name, each in self._named if (function := getattr(each, method, None))]
-        return [(name, _answered(name, method, function, dict(values))) for name, function in found]
+        functions = [
+            (name, function)
+            for name, callback in self._named
+            if (function := getattr(callback, method, None))
+        ]
+        return [(name, _answered(name, method, function, dict(values))) for name, function in functions]
 
 
 def open_callbacks(targets: Sequence[str], key: str = "callbacks") -> list[tuple[str, Any]]:
@@ -116,14 +120,14 @@ def open_callbacks(targets: Sequence[str], key: str = "callbacks") -> list[tuple
     """
     made = []
     for target in targets:
-        found = resolve(target, key)
+        callback = resolve(target, key)
         methods = [name for name in vars(Callback) if name.startswith("on_")]
-        if isinstance(found, type) or not any(hasattr(found, name) for name in methods):
-            found = _answered(target, "__init__", found)
-        if not any(hasattr(found, name) for name in methods):
+        if isinstance(callback, type) or not any(hasattr(callback, name) for name in methods):
+            callback = _answered(target, "__init__", callback)
+        if not any(hasattr(callback, name) for name in methods):
             why = f"it has none of {', '.join(methods)}"
             raise RecipeError("this is no callback", where=f"{key}: {target}", why=why)
-        made.append((target, found))
+        made.append((target, callback))
     return made
 
 

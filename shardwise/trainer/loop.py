@@ -276,8 +276,8 @@ class Trainer:
         self.index = index
         heartbeat.own.at_step(index + 1)
         with ExitStack() as stack:
-            for each in (self.stopwatch, self.phases, self.gradients, self.profiling):
-                stack.enter_context(each.over(index))
+            for recorder in (self.stopwatch, self.phases, self.gradients, self.profiling):
+                stack.enter_context(recorder.over(index))
             yield
 
     def _agreed(self, index: int) -> Tensor:
@@ -335,8 +335,8 @@ class Trainer:
         if self.hooks.listening:
             self.hooks.step(plain(record))
         if losses:
-            found = {"held_out_loss": record.held_out_loss, "held_out_losses": record.held_out_losses or {}}
-            self.hooks.call("on_evaluate", {"step": self.state.step, **found, "metrics": dict(metrics)})
+            figures = {"held_out_loss": record.held_out_loss, "held_out_losses": record.held_out_losses or {}}
+            self.hooks.call("on_evaluate", {"step": self.state.step, **figures, "metrics": dict(metrics)})
         faulty = skipped and not (math.isfinite(loss) and math.isfinite(norm))  # else a callback asked for it
         observed = ObservedStep(pending.index, loss, norm, faulty, scale)
         self.state = self.recovery.see(self.state, observed)

@@ -30,15 +30,15 @@ def allocations_of(profiled: profile) -> Values:
     Pointers are far apart in a process, so each gets a place of its own in the segment. Another thread may note a free
     only after the same memory has been allocated again; that free belongs before the allocation.
     """
-    found = list(_changes(profiled))
+    changes = list(_changes(profiled))
     sizes: dict[int, int] = {}
-    for pointer, size, _ in found:
+    for pointer, size, _ in changes:
         sizes[pointer] = max(abs(size), sizes.get(pointer, 0))
     places = dict(zip(sorted(sizes), accumulate((0, *(sizes[key] for key in sorted(sizes)))), strict=False))
     trace: list[Values] = []
     living: dict[int, Values] = {}
     early: Counter[int] = Counter()  # frees that are in the trace before their events
-    for pointer, size, frames in found:
+    for pointer, size, frames in changes:
         entry = {"addr": places[pointer], "size": abs(size), "stream": 0, "frames": frames}
         freed = None
         if size > 0:
@@ -75,8 +75,8 @@ def _segment(left: Sequence[Values], size: int) -> Values:
     end = 0
     for entry in left:
         blocks += _free(end, entry["addr"] - end)
-        held = {"address": entry["addr"], "size": entry["size"], "requested_size": entry["size"]}
-        blocks.append({**held, "state": "active_allocated", "frames": entry["frames"]})
+        block = {"address": entry["addr"], "size": entry["size"], "requested_size": entry["size"]}
+        blocks.append({**block, "state": "active_allocated", "frames": entry["frames"]})
         end = entry["addr"] + entry["size"]
     blocks += _free(end, size - end)
     used = sum(entry["size"] for entry in left)
@@ -91,12 +91,12 @@ def _free(begin: int, size: int) -> list[Values]:
 
 def _frames(event: Any) -> list[Values]:
     """The operations and the functions around an event, the innermost first."""
-    found: list[Values] = []
+    frames: list[Values] = []
     parent = event.parent
-    while parent is not None and len(found) < MOST_FRAMES:
+    while parent is not None and len(frames) < MOST_FRAMES:
         if (call := _CALL.match(parent.name)) is not None:
-            found.append({"name": call["name"], "filename": call["filename"], "line": int(call["line"])})
+            frames.append({"name": call["name"], "filename": call["filename"], "line": int(call["line"])})
         else:
-            found.append({"name": parent.name, "filename": "", "line": 0})
+            frames.append({"name": parent.name, "filename": "", "line": 0})
         parent = parent.parent
-    return found
+    return frames

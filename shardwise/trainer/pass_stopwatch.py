@@ -53,12 +53,12 @@ class Stopwatch:
             self._index + 1,
             tuple(
                 RankPasses(
-                    place * stride,
+                    position * stride,
                     tuple(
                         (action.kind, action.stage, action.micro_batch, begin - first, end - first)
-                        for action, begin, end in every[place * stride]
+                        for action, begin, end in every[position * stride]
                     ),
                 )
-                for place in range(axis.ranks)
+                for position in range(axis.ranks)
             ),
         )

@@ -69,13 +69,13 @@ class Predictions:
         if self._shares and PADDING not in batch:
             if not results:
                 raise self._error("there are no predictions", "the loss did not call the module itself")
-            place = index * self._run.data_degree + self._run.data_rank
-            part = (place, _on_host(results[0] if len(results) == 1 else tuple(results)), _on_host(batch))
+            position = index * self._run.data_degree + self._run.data_rank
+            part = (position, _on_host(results[0] if len(results) == 1 else tuple(results)), _on_host(batch))
         gathered: list[Part | None] = [part]
         if dist.get_world_size() > 1:
             gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
             dist.gather_object(part, gathered or None, group=self._group)
-        self._parts += [each for each in gathered if each is not None]
+        self._parts += [rank_part for rank_part in gathered if rank_part is not None]
 
     def values(self) -> dict[str, float]:
         """The metrics of the batches that were watched; {} without any. Raises RecipeError on all ranks."""
@@ -87,7 +87,7 @@ class Predictions:
             return {}
         _, results, batches = zip(*parts, strict=True)
         try:
-            found = self._function(self._whole(results), self._whole(batches))
+            metrics = self._function(self._whole(results), self._whole(batches))
         except ShardwiseError:
             raise
         except Exception as error:  # the user's code
@@ -95,9 +95,9 @@ class Predictions:
                 "the metrics failed", f"{type(error).__name__}: {error}{place_in(error)}"
             ) from error
         try:
-            return {str(name): float(value) for name, value in dict(found).items()}
+            return {str(name): float(value) for name, value in dict(metrics).items()}
         except (TypeError, ValueError) as error:
-            why = f"it returned a {type(found).__name__}: {error}"
+            why = f"it returned a {type(metrics).__name__}: {error}"
             raise self._error("the metrics must be a dict of numbers", why) from error
 
     def _whole(self, parts: Sequence[Any]) -> Any:
@@ -125,9 +125,9 @@ def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _on_host(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {field.name: _on_host(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {name: _on_host(each) for name, each in value.items()}
+        return {name: _on_host(element) for name, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_on_host(each) for each in value]
+        return [_on_host(element) for element in value]
     return value

@@ -119,7 +119,7 @@ class StepLine:
 def _dropped(figures: Mapping[str, str]) -> list[str]:
     """The names of figures, and ``bar``, in the order of DROPPED."""
     measures = [name for name in reversed(list(figures)) if name.startswith(MEASURES)]
-    return [name for each in DROPPED for name in (measures if each == MEASURES else [each])]
+    return [name for figure in DROPPED for name in (measures if figure == MEASURES else [figure])]
 
 
 def figures_of(metrics: StepRecord, units: Units = TOKENS) -> Mapping[str, str]:

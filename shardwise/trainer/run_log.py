@@ -111,8 +111,8 @@ class RunLog:
         seconds = self._metrics.seconds or [record.seconds for record in self._metrics.before]
         outcome = Outcome(
             ranks=tuple(
-                RankMemory(rank, plan.predicted_allocated(rank), each.allocated, each.reserved)
-                for rank, each in enumerate(peaks)
+                RankMemory(rank, plan.predicted_allocated(rank), measured.allocated, measured.reserved)
+                for rank, measured in enumerate(peaks)
             ),
             predicted_step_seconds=plan.step.seconds,
             measured_step_seconds=typical_seconds(seconds, EXACT_STEPS) if seconds else None,

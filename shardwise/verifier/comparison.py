@@ -32,7 +32,7 @@ def parameter_differences(run: Run, weights: Path) -> dict[str, float]:
     with safe_open(weights, framework="pt") as file:
         names: list[str] = sorted(file.keys())
         slices = {name: file.get_slice(name) for name in names}
-        sizes = [math.prod(held.get_shape()) for held in slices.values()]
+        sizes = [math.prod(tensor_slice.get_shape()) for tensor_slice in slices.values()]
         # Quantized weights are bytes; their magnitude is unrelated to the model's.
         counts = [size * (slices[name].get_dtype() != "U8") for name, size in zip(names, sizes, strict=True)]
         # A rank may hold some of the parameters; each row is summed over the ranks that hold it.
@@ -102,5 +102,5 @@ def _inner_products(
 
 
 def _slice(file: Any, name: str, parameter: nn.Parameter) -> Tensor:
-    place = local_slices(parameter)
-    return torch.as_tensor(file.get_slice(name)[place] if place else file.get_tensor(name))
+    slices = local_slices(parameter)
+    return torch.as_tensor(file.get_slice(name)[slices] if slices else file.get_tensor(name))

@@ -26,13 +26,13 @@ def without_dropout(recipe: Recipe) -> Recipe:
 
 def drop_nothing(model: nn.Module) -> bool:
     """Set the dropout of PyTorch's modules to 0; whether one of them had any."""
-    found = False
+    had_dropout = False
     for module in model.modules():
         key = "p" if isinstance(module, _DROPPING) else "dropout"
         if key == "p" or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            found |= bool(getattr(module, key))
+            had_dropout |= bool(getattr(module, key))
             setattr(module, key, 0.0)
-    return found
+    return had_dropout
 
 
 @torch.no_grad()

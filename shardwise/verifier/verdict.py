@@ -138,12 +138,12 @@ class Verdict:
         """(quantity, difference, limit)."""
         loss, norm, parameters = "loss", "gradient norm", "parameters"
         if self.allowed is None:
-            found = {
+            differences = {
                 loss: self.max_loss_difference,
                 norm: self.max_gradient_norm_difference,
                 parameters: self.max_parameter_difference,
             }
-            return [(name, difference, self.tolerance) for name, difference in found.items()]
+            return [(name, difference, self.tolerance) for name, difference in differences.items()]
         return [
             (loss, self.max_loss_difference, self.allowed.loss),
             (norm, self.max_gradient_norm_difference, self.allowed.gradient_norm),
@@ -155,7 +155,9 @@ class Verdict:
     def agrees(self) -> bool:
         """Whether this comparison passed, without its proof."""
         return (
-            all(found <= limit for _, found, limit in self.rows) and not self.skips_on and not self.unskipped
+            all(difference <= limit for _, difference, limit in self.rows)
+            and not self.skips_on
+            and not self.unskipped
         )
 
     @property

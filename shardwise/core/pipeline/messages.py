@@ -112,10 +112,10 @@ def _clocks(lists: Sequence[Order]) -> dict[Action, tuple[int, ...]]:
             while done[rank] < len(order):
                 action = order[done[rank]]
                 before = needs(action, stages, halved)
-                if any(each not in ended for each in before):
+                if any(dependency not in ended for dependency in before):
                     break
                 own = [ended[order[done[rank] - 1]]] if done[rank] else []
-                known = [ended[each] for each in before]
+                known = [ended[dependency] for dependency in before]
                 begun[action] = tuple(map(max, zip([0] * len(lists), *own, *known, strict=True)))
                 done[rank] += 1
                 ended[action] = tuple(done[rank] if r == rank else n for r, n in enumerate(begun[action]))

@@ -240,8 +240,8 @@ def in_flight(order: Sequence[Action]) -> int:
 
     They hold them until their whole backward pass is done: until W, where it comes in halves.
     """
-    held = most = 0
+    passes = most = 0
     for action in order:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, held)
+        passes += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, passes)
     return most

@@ -79,7 +79,9 @@ def groups_of(
         if parameter.requires_grad:
             key = (weight_decay if parameter.ndim >= 2 else 0.0, rate_ratio(name))
             groups.setdefault(key, []).append(parameter)
-    return [{"params": held, "weight_decay": k[0], "rate_ratio": k[1]} for k, held in groups.items()]
+    return [
+        {"params": parameters, "weight_decay": k[0], "rate_ratio": k[1]} for k, parameters in groups.items()
+    ]
 
 
 def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -> UpdateRule:

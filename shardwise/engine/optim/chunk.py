@@ -43,8 +43,8 @@ class Chunk:
 def whole(parameter: nn.Parameter, state: dict[str, Tensor]) -> Chunk:
     """The local shard of a parameter with a gradient."""
     assert parameter.grad is not None
-    held = {name: local(tensor) for name, tensor in state.items()}
-    return Chunk(parameter, 0, local(parameter.detach()), local(parameter.grad), held)
+    local_state = {name: local(tensor) for name, tensor in state.items()}
+    return Chunk(parameter, 0, local(parameter.detach()), local(parameter.grad), local_state)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

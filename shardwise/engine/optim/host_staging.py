@@ -48,7 +48,7 @@ class Staging:
 
     def fetch(self, slot: int, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Start to copy a chunk to the host; the result is valid after ``wait``."""
-        held = (
+        buffers = (
             carve(self._weights[slot], 0, weight.shape, weight.dtype),
             carve(self._grads[slot], 0, grad.shape, grad.dtype),
         )
@@ -56,20 +56,20 @@ class Staging:
         if self._down is not None and went is not None:
             self._down.wait_event(went)
         with _on(self._down):
-            held[0].copy_(weight, non_blocking=True)
-            held[1].copy_(grad, non_blocking=True)
+            buffers[0].copy_(weight, non_blocking=True)
+            buffers[1].copy_(grad, non_blocking=True)
         self._came[slot] = self._down.record_event() if self._down is not None else None
-        return held
+        return buffers
 
     def wait(self, slot: int) -> None:
         """Wait until the last fetch into a slot is complete. The host waits nowhere else."""
         if (came := self._came[slot]) is not None:
             came.synchronize()
 
-    def send(self, slot: int, held: Tensor, weight: Tensor) -> None:
+    def send(self, slot: int, buffer: Tensor, weight: Tensor) -> None:
         """Start to copy updated weights back."""
         with _on(self._up):
-            weight.copy_(held, non_blocking=True)
+            weight.copy_(buffer, non_blocking=True)
         self._went[slot] = self._up.record_event() if self._up is not None else None
 
     def end(self) -> None:

@@ -111,9 +111,9 @@ def made_by(named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> list[torc
     except Exception as error:  # the library's code, or the user's
         raise failed(spec, "cannot be made", error) from error
     made = list(result) if isinstance(result, list | tuple) else [result]
-    if not all(isinstance(each, torch.optim.Optimizer) for each in made):
+    if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in made):
         raise failed(spec, "must be a torch.optim.Optimizer", TypeError(f"it made {type(result).__name__}"))
-    members = [id(p) for each in made for group in each.param_groups for p in group["params"]]
+    members = [id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]]
     if sorted(members) != sorted(id(p) for p in named.values()):
         count = (
             f"it holds {len(set(members))} of {len(named)}, {len(members) - len(set(members))} of them twice"

@@ -106,10 +106,10 @@ def group_owner(group: dict[str, Any]) -> Owner:
 
 def common_owners(optimizers: Sequence[torch.optim.Optimizer]) -> list[Owner]:
     """Values of the whole optimizer: attributes, and state of no parameter."""
-    attributes = [Owner(vars(each), skips=_is_of_torch) for each in optimizers]
+    attributes = [Owner(vars(optimizer), skips=_is_of_torch) for optimizer in optimizers]
     return [
         *attributes,
-        *(Owner(each.state, skips=lambda key: isinstance(key, Tensor)) for each in optimizers),
+        *(Owner(optimizer.state, skips=lambda key: isinstance(key, Tensor)) for optimizer in optimizers),
     ]
 
 
@@ -251,7 +251,7 @@ class ParameterState:
                     del owner.values[entry.key]
             elif owner.is_state or any(kind != _CONSTANT for kind, _ in kinds):
                 present = zip(entry.names(), self._leaves(entry), entry.leaves, kinds, strict=True)
-                leaves = [self._leaf(*each) for each in present]
+                leaves = [self._leaf(*arguments) for arguments in present]
                 owner.values[entry.key] = tree_unflatten(leaves, entry.spec)
 
     def _leaf(self, name: str, present: Any, known: Any, encoded: tuple[float, float]) -> Any:

@@ -80,21 +80,21 @@ class StateFile:
     def fetch(self, slot: int, parameter: nn.Parameter, rows: slice) -> dict[str, Tensor]:
         """Start to read rows into a slot's buffer, after its last write; the result is valid after ``wait``."""
         self.wait(slot)
-        held, start = {}, 0
+        state, start = {}, 0
         for name, region in self._regions[parameter].items():
             shape = torch.Size((rows.stop - rows.start, region.columns))
-            held[name] = carve(self._buffers[slot], start, shape, region.dtype)
-            disk.read(held[name], self._name, region.offset + rows.start * region.row_bytes, slot)
-            start += _aligned(held[name].nbytes)
-        return held
+            state[name] = carve(self._buffers[slot], start, shape, region.dtype)
+            disk.read(state[name], self._name, region.offset + rows.start * region.row_bytes, slot)
+            start += _aligned(state[name].nbytes)
+        return state
 
     def wait(self, slot: int) -> None:
         disk.wait(self._name, slot)
 
-    def send(self, slot: int, held: dict[str, Tensor], parameter: nn.Parameter, rows: slice) -> None:
+    def send(self, slot: int, state: dict[str, Tensor], parameter: nn.Parameter, rows: slice) -> None:
         """Start to write updated rows back."""
         for name, region in self._regions[parameter].items():
-            disk.write(held[name], self._name, region.offset + rows.start * region.row_bytes, slot)
+            disk.write(state[name], self._name, region.offset + rows.start * region.row_bytes, slot)
 
     def mapped(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """A parameter's moments as maps of the file, after all writes; {} in a dry run."""

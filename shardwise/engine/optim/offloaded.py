@@ -73,10 +73,10 @@ class OffloadedOptimizer(Optimizer):
             return self._host_rule.state(stand_in(parameter))
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        held = super().stored(parameter)
+        state = super().stored(parameter)
         if self._file is None or parameter not in self._offloaded:
-            return held
-        return {**held, **self._file.mapped(parameter)}
+            return state
+        return {**state, **self._file.mapped(parameter)}
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
@@ -96,7 +96,7 @@ class OffloadedOptimizer(Optimizer):
             if (count := self.state[parameter].get(STEP)) is not None:
                 count += 1 - skip
         order = [(p, rows) for p in parameters for rows in row_slices(*as_rows(p).shape)]
-        coming = [self._fetch(self._turn, *place) for place in order[:1]]
+        coming = [self._fetch(self._turn, *pair) for pair in order[:1]]
         for after in range(1, len(order) + 1):
             piece, turn = coming.pop(), self._turn
             self._turn += 1
@@ -110,7 +110,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _fetch(self, turn: int, parameter: nn.Parameter, rows: slice) -> Chunk:
         """The next chunk; its contents are valid after ``_wait``."""
-        slot, held = turn % SLOTS, self.state[parameter]
+        slot, parameter_state = turn % SLOTS, self.state[parameter]
         assert parameter.grad is not None
         weights = as_rows(parameter)
         weight, grad = weights[rows], local(parameter.grad).view_as(weights)[rows]
@@ -119,9 +119,9 @@ class OffloadedOptimizer(Optimizer):
         if self._file is not None:
             state = self._file.fetch(slot, parameter, rows)
         else:
-            state = {name: as_rows(moment)[rows] for name, moment in held.items() if name != STEP}
-        if STEP in held:
-            state[STEP] = held[STEP] - 1  # a scalar of this chunk, which the rule counts up
+            state = {name: as_rows(moment)[rows] for name, moment in parameter_state.items() if name != STEP}
+        if STEP in parameter_state:
+            state[STEP] = parameter_state[STEP] - 1  # a scalar of this chunk, which the rule counts up
         return Chunk(parameter, rows.start, weight, grad, state)
 
     def _wait(self, turn: int) -> None:

@@ -74,7 +74,7 @@ def is_cut(parameter: Tensor) -> bool:
 
 
 def works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    return all(type(each) in ELEMENTWISE for each in nested(optimizer))
+    return all(type(nested_optimizer) in ELEMENTWISE for nested_optimizer in nested(optimizer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class SteppedOptimizer:
 
     def __init__(self, made: torch.optim.Optimizer, one_by_one: bool | None = None) -> None:
         self.made, self._optimizers = made, nested(made)
-        groups = {id(group): group for each in self._optimizers for group in each.param_groups}
+        groups = {id(group): group for optimizer in self._optimizers for group in optimizer.param_groups}
         self.groups = list(groups.values())
         self.parameters: list[nn.Parameter] = [p for group in made.param_groups for p in group["params"]]
         must = not works_on_shards(made) and any(map(is_cut, self.parameters))
@@ -115,11 +115,15 @@ class SteppedOptimizer:
         if self.one_by_one or isinstance(parameter, DTensor):
             piece = _nothing(parameter) if self.one_by_one else local_part(parameter)
             stand_in = nn.Parameter(piece, parameter.requires_grad)
-            for each in self._optimizers:
-                if parameter in each.state:
-                    state = each.state.pop(parameter)
-                    each.state[stand_in] = tree_map_only(DTensor, lambda t: self._own(parameter, t), state)
-        return Member(parameter, stand_in, indices, [StateOf(each, stand_in) for each in self._optimizers])
+            for optimizer in self._optimizers:
+                if parameter in optimizer.state:
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[stand_in] = tree_map_only(
+                        DTensor, lambda t: self._own(parameter, t), state
+                    )
+        return Member(
+            parameter, stand_in, indices, [StateOf(optimizer, stand_in) for optimizer in self._optimizers]
+        )
 
     def _own(self, parameter: nn.Parameter, value: DTensor) -> Tensor:
         """A tensor of a state that was made from a DTensor, as this optimizer keeps it between steps."""

@@ -222,8 +222,8 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _refuse_swaps(made: Sequence[torch.optim.Optimizer]) -> None:
-    for each in made:
-        if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
+    for optimizer in made:
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
             what = "the optimizer has other weights for evaluation than for training"
             raise _refused(what, "its train() and eval() swap them, and are not called")
 

@@ -85,7 +85,7 @@ def plain_steps(run: TrialRun, error: float = 0.0) -> Iterator[PlainStep]:
         error: of rounding, in the gradients.
     """
     optimizers = [part.made for part in run.parts]
-    groups = [group for each in optimizers for group in each.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peaks = [float(group.get("lr", 1.0)) for group in groups]
     for index in range(STEPS):
         give_gradients(run.parameters, index, run.clip_norm, error)
@@ -93,8 +93,8 @@ def plain_steps(run: TrialRun, error: float = 0.0) -> Iterator[PlainStep]:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         before = _generators()
-        for each in optimizers:
-            each.step()
+        for optimizer in optimizers:
+            optimizer.step()
         yield PlainStep(rates, [group["lr"] for group in groups], before != _generators())
 
 
@@ -168,7 +168,7 @@ def give_gradients(
     steady, chance = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + index)
     size = 4.0 ** (index % 5 - 2)
     for p in parameters.values():
-        direction, noise = (_gradient(p.shape, each) for each in (steady, chance))
+        direction, noise = (_gradient(p.shape, generator) for generator in (steady, chance))
         p.grad = (size * (0.1 * direction + 0.05 * noise)).to(p.dtype)
         p.grad *= 1 + error * torch.randn(p.shape, generator=chance, dtype=p.dtype)
     if clip_norm is not None:
@@ -249,4 +249,4 @@ def _equal(a: Any, b: Any, limit: float) -> bool:
         return a.shape == b.shape and torch.allclose(a / scale, b / scale, rtol=0, atol=limit, equal_nan=True)
     if isinstance(a, Real) and isinstance(b, Real):
         return math.isclose(a, b, rel_tol=limit) or (math.isnan(a) and math.isnan(b))
-    return not any(isinstance(each, (Tensor, Real)) for each in (a, b))
+    return not any(isinstance(value, (Tensor, Real)) for value in (a, b))

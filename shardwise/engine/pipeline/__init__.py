@@ -12,9 +12,11 @@ from shardwise.technique.pipeline.place import Pipeline
 
 def passes_of(live: LiveModel, update: OptimizerStep) -> ForwardBackward:
     """The forward and backward passes of a pipeline rank. Raises RecipeError if its schedule's plugin is missing."""
-    place = live.options.place
-    assert isinstance(place, Pipeline)
-    if place.schedule in SCHEDULES:
-        runtime = require_plugin(SCHEDULES[place.schedule], f"strategy.pipeline_schedule: {place.schedule}")
-        return cast(ForwardBackward, runtime.passes_of(live, update, place))
-    return Pipelined(live, update, place)
+    pipeline = live.options.place
+    assert isinstance(pipeline, Pipeline)
+    if pipeline.schedule in SCHEDULES:
+        runtime = require_plugin(
+            SCHEDULES[pipeline.schedule], f"strategy.pipeline_schedule: {pipeline.schedule}"
+        )
+        return cast(ForwardBackward, runtime.passes_of(live, update, pipeline))
+    return Pipelined(live, update, pipeline)

@@ -40,9 +40,9 @@ def gradients_of_input(
 ) -> tuple[Tensor, list[dict[str, Any]]]:
     """(the gradient of ``given``, what the second half needs). ``end`` is detached from its graph."""
     gradients = None if gradient is None else [gradient]
-    found, rest = backward_of_input([end], gradients, [given], _trained(model))
-    assert found[0] is not None
-    return found[0], rest
+    input_gradients, rest = backward_of_input([end], gradients, [given], _trained(model))
+    assert input_gradients[0] is not None
+    return input_gradients[0], rest
 
 
 def gradients_of_weights(model: nn.Module, rest: list[dict[str, Any]]) -> None:

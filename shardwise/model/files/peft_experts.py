@@ -75,7 +75,7 @@ def names_here(
     Args:
         shapes: of the file's tensors. rank: that of the layer at a path. A linear layer's A has as many rows.
     """
-    found: dict[str, str] = {}
+    renames: dict[str, str] = {}
     for name in shapes:
         if (match := _WRAPPER.fullmatch(name)) is None:
             continue
@@ -84,8 +84,8 @@ def names_here(
         targets = [stack for stack in stacks if targets_parameter(config, stack)]
         rows = shapes.get(_wrapper(owner, depth, "lora_A.weight"), ())[:1]
         if depth < len(targets) and (depth or rows != (rank(owner),)):
-            found[name] = targets[-1 - depth] + _ENDS[match[3]]
-    return found
+            renames[name] = targets[-1 - depth] + _ENDS[match[3]]
+    return renames
 
 
 def _wrapper(owner: str, depth: int, end: str) -> str:
@@ -94,15 +94,15 @@ def _wrapper(owner: str, depth: int, end: str) -> str:
 
 def names_there(names: Collection[str]) -> dict[str, str]:
     """Names in PEFT's files of the experts' adapters among these tensors, without PEFT's prefix."""
-    found: dict[str, str] = {}
+    renames: dict[str, str] = {}
     for name in names:
         if (adapter := expert_adapter(name)) is None:
             continue
         owner, _, last = adapter[0].rpartition(".")
         outer = EXPERT_WEIGHTS[EXPERT_WEIGHTS.index(last) + 1 :]
         depth = sum(1 for other in outer if f"{owner}.{other}{EXPERT_A}" in names)
-        found[name] = _wrapper(owner, depth, next(end for end, here in _ENDS.items() if here == adapter[1]))
-    return found
+        renames[name] = _wrapper(owner, depth, next(end for end, here in _ENDS.items() if here == adapter[1]))
+    return renames
 
 
 def shape_here(name: str, stored: tuple[int, ...], rank: int) -> tuple[int, ...]:

@@ -61,13 +61,13 @@ def _is_here(request: ClusterRequest, cluster: Cluster) -> bool:
 
 def gpus_here(driver: Path = DRIVER) -> set[str]:
     """This machine's NVIDIA GPUs, as profiles have their drivers' names."""
-    found = set()
+    gpus = set()
     for path in driver.glob("*/information"):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, model = line.partition(":")
             if key == "Model":
-                found.add(without_maker(model))
-    return found
+                gpus.add(without_maker(model))
+    return gpus
 
 
 def _is_known(cluster: Cluster, processes: int) -> bool:

@@ -102,26 +102,26 @@ def _until_idle(group: Callable[[], object], device: torch.device) -> float:
 def products(dtype: str, device: torch.device, budget: float) -> Grid:
     """Seconds of x @ W.T over (m, n, k), measured within ``budget`` seconds. Raises RuntimeError without the dtype."""
     axes, end = SIZES[device.type], time.monotonic() + budget
-    found: dict[tuple[int, ...], float] = {}
+    seconds: dict[tuple[int, ...], float] = {}
     rate = 0.0  # FLOP/s of the largest product so far
     for sizes in sorted(product(*axes), key=math.prod):
         flops = 2.0 * math.prod(sizes)
         if rate and (flops / rate > SLOWEST or time.monotonic() > end):
-            found[sizes] = flops / rate
+            seconds[sizes] = flops / rate
             continue
         m, n, k = sizes
         pairs = [_operands(((m, k), (n, k)), dtype, device) for _ in range(2)]
-        found[sizes] = seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device)  # type: ignore[misc]
-        rate = max(rate, flops / found[sizes])
-    return Grid(axes, tuple(found[sizes] for sizes in product(*axes)))
+        seconds[sizes] = seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device)  # type: ignore[misc]
+        rate = max(rate, flops / seconds[sizes])
+    return Grid(axes, tuple(seconds[sizes] for sizes in product(*axes)))
 
 
 def attention(dtype: str, device: torch.device, axes: tuple[tuple[int, ...], ...]) -> dict[str, Grid]:
     """Seconds per FLOP of causal attention over (keys, head dimension), "forward" and "backward"."""
-    found: dict[str, list[float]] = {"forward": [], "backward": []}
+    seconds_per_flop: dict[str, list[float]] = {"forward": [], "backward": []}
     for length, width in product(*axes):
         shape = torch.Size((1, HEADS[device.type], length, width))
-        q, k, v = (each.requires_grad_() for each in _operands((shape,) * 3, dtype, device))
+        q, k, v = (operand.requires_grad_() for operand in _operands((shape,) * 3, dtype, device))
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -136,9 +136,9 @@ def attention(dtype: str, device: torch.device, axes: tuple[tuple[int, ...], ...
 
         there = attention_flops(shape, shape, shape, causal=True)
         back = attention_backward_flops(shape, shape, shape, causal=True)
-        found["forward"].append(seconds_of([forward], device, captured=False) / there)
-        found["backward"].append(seconds_of([backward], device, captured=False) / back)
-    return {f"{dtype} {way}": Grid(axes, tuple(each)) for way, each in found.items()}
+        seconds_per_flop["forward"].append(seconds_of([forward], device, captured=False) / there)
+        seconds_per_flop["backward"].append(seconds_of([backward], device, captured=False) / back)
+    return {f"{dtype} {way}": Grid(axes, tuple(values)) for way, values in seconds_per_flop.items()}
 
 
 def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
@@ -162,7 +162,7 @@ def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
 
 def native(dtype: str, device: torch.device) -> bool:
     """Whether products in this dtype are not emulated: at least a quarter of the speed of fp32."""
-    left, right = ([_operands(((256, 256),) * 2, each, device) for _ in range(2)] for each in ("fp32", dtype))
+    left, right = ([_operands(((256, 256),) * 2, name, device) for _ in range(2)] for name in ("fp32", dtype))
     plain, other = (
         seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device, 0.005)  # type: ignore[misc]
         for pairs in (left, right)

@@ -53,23 +53,25 @@ def kernel_speeds(task: Task, device: torch.device) -> MeasuredSpeeds:
     if not host:
         order = fastest_backends(device)
         prefer_backends(device, order)
-    found = MeasuredSpeeds(world, torch.get_num_threads(), {}, {}, plain_curves(device, effort.largest_bytes))
+    speeds = MeasuredSpeeds(
+        world, torch.get_num_threads(), {}, {}, plain_curves(device, effort.largest_bytes)
+    )
     native_dtypes = [dtype for dtype in task.dtypes if dtype == "fp32" or native(dtype, device)]
     grids, heads = dict[str, Grid](), dict[str, Grid]()
     for dtype in native_dtypes:
         dist.barrier()
         grids[dtype] = products(dtype, device, effort.product_seconds)
         heads |= attention(dtype, device, effort.attention[device.type])
-    found = replace(found, products=grids, attention=heads)
+    speeds = replace(speeds, products=grids, attention=heads)
     if not host:
         # Mixed precision casts and gathers weights around every block, which only the host notices.
         precision = "bf16" if "bf16" in native_dtypes else "fp32"
         step = timed_step(TINY, 64, 2, {"precision": precision}, device, effort.plain_steps)
-        return replace(found, host=launch_seconds(step), attention_order=order)
-    found = replace(found, ratios=ratios(_steps(task, device, native_dtypes), found.plain))
+        return replace(speeds, host=launch_seconds(step), attention_order=order)
+    speeds = replace(speeds, ratios=ratios(_steps(task, device, native_dtypes), speeds.plain))
     if task.known is not None:
-        return replace(found, host=task.known.host)
-    return replace(found, host=host_seconds(timed_step(TINY, 64, 2, {}, device, effort.plain_steps), found))
+        return replace(speeds, host=task.known.host)
+    return replace(speeds, host=host_seconds(timed_step(TINY, 64, 2, {}, device, effort.plain_steps), speeds))
 
 
 def _steps(task: Task, device: torch.device, dtypes: list[str]) -> list[TimedStep]:
@@ -83,20 +85,20 @@ def _steps(task: Task, device: torch.device, dtypes: list[str]) -> list[TimedSte
     return steps
 
 
-def with_collectives(found: MeasuredSpeeds, task: Task, device: torch.device) -> MeasuredSpeeds:
-    """``found`` with the curves of collectives, and the host's seconds around them by mesh axis."""
+def with_collectives(speeds: MeasuredSpeeds, task: Task, device: torch.device) -> MeasuredSpeeds:
+    """``speeds`` with the curves of collectives, and the host's seconds around them by mesh axis."""
     effort, world = task.effort, dist.get_world_size()
-    found = replace(found, processes=world, collectives=collective_curves(effort.payloads))
+    speeds = replace(speeds, processes=world, collectives=collective_curves(effort.payloads))
     around, waiting = dict[str, float](), dict[str, float]()
     for axis in effort.axes:
         given = {key: world if value == _WHOLE else value for key, value in AXES[axis].items()}
         small, large = (timed_step(model, 64, 2, given, device, effort.plain_steps) for model in (TINY, WIDE))
-        found = replace(found, ratios={**ratios([small, large], found.plain), **found.ratios})
-        around[axis], waiting[axis] = around_collectives(small, large, found, axis)
+        speeds = replace(speeds, ratios={**ratios([small, large], speeds.plain), **speeds.ratios})
+        around[axis], waiting[axis] = around_collectives(small, large, speeds, axis)
     for axis in AXES:
         around.setdefault(axis, around[effort.axes[0]])
         waiting.setdefault(axis, waiting[effort.axes[0]])
-    return replace(found, around=around, waiting=waiting)
+    return replace(speeds, around=around, waiting=waiting)
 
 
 def measured(task: Task, rank: int, size: int, folder: Path) -> MeasuredSpeeds:
@@ -106,14 +108,14 @@ def measured(task: Task, rank: int, size: int, folder: Path) -> MeasuredSpeeds:
     with _group(
         device, folder / (f"store-{rank}" if apart else "store"), *((0, 1) if apart else (rank, size))
     ):
-        found = kernel_speeds(task, device) if task.dtypes else task.known
-        assert found is not None
+        speeds = kernel_speeds(task, device) if task.dtypes else task.known
+        assert speeds is not None
         if size > 1 and not apart:
-            found = with_collectives(found, task, device)
+            speeds = with_collectives(speeds, task, device)
     if apart:
         with _group(device, folder / "store", rank, size):
-            found = with_collectives(found, task, device)
-    return replace(found, threads=torch.get_num_threads())
+            speeds = with_collectives(speeds, task, device)
+    return replace(speeds, threads=torch.get_num_threads())
 
 
 @contextmanager
@@ -137,9 +139,9 @@ def main(rank: int, size: int, folder: Path) -> None:
     else:
         torch.get_device_module(device).set_device(device)
     torch.manual_seed(rank)
-    found = measured(task, rank, size, folder)
+    speeds = measured(task, rank, size, folder)
     if rank == 0:
-        (folder / FOUND).write_text(text_of(found), encoding="utf-8")
+        (folder / FOUND).write_text(text_of(speeds), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ def measure_cpu() -> tuple[MeasuredSpeeds, ...]:
 
     Processes beyond the cores take turns, so their kernels are not measured but computed.
     """
-    cores, found = usable_cores(), list[MeasuredSpeeds]()
+    cores, speeds = usable_cores(), list[MeasuredSpeeds]()
     for processes in PROCESSES:
         threads = threads_of(processes)
-        known = found[-1].shared_by(processes, threads, cores) if found else None
-        dtypes = CPU_DTYPES if processes <= cores or not found else ()
-        found.append(_measured(Task("cpu", dtypes, known), processes, threads))
-    return tuple(found)
+        known = speeds[-1].shared_by(processes, threads, cores) if speeds else None
+        dtypes = CPU_DTYPES if processes <= cores or not speeds else ()
+        speeds.append(_measured(Task("cpu", dtypes, known), processes, threads))
+    return tuple(speeds)
 
 
 def measure_gpu(index: int) -> MeasuredSpeeds:

@@ -90,16 +90,16 @@ def timed_step(
             step(run, batches, 1e-4)
         readings.append(clock.read())
     names = readings[0] if readings else ()
-    found = TimedStep({name: statistics.median(each[name] for each in readings) for name in names})
-    with _recorded(run, found):
+    timed = TimedStep({name: statistics.median(reading[name] for reading in readings) for name in names})
+    with _recorded(run, timed):
         for _ in range(_TIMED_STEPS):
             step(run, batches, 1e-4)
-    found.collectives = found.collectives[: len(found.collectives) // _TIMED_STEPS]
-    return found
+    timed.collectives = timed.collectives[: len(timed.collectives) // _TIMED_STEPS]
+    return timed
 
 
-def _recorded(run: Run, found: TimedStep) -> OperationClock:
-    """Writes the operations of a step into ``found``."""
+def _recorded(run: Run, timed: TimedStep) -> OperationClock:
+    """Writes the operations of a step into ``timed``."""
     mesh = run.context.mesh
     axes = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
     axis_of = axis_names([*axes, *run.options.groups])
@@ -107,11 +107,11 @@ def _recorded(run: Run, found: TimedStep) -> OperationClock:
     def record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, seconds: float) -> None:
         if communicates(func):
             if (collective := collective_of(current_phase(), func, args, kwargs, axis_of)) is not None:
-                found.collectives.append(collective)
+                timed.collectives.append(collective)
         elif func.is_view:
-            found.views.append(seconds)
+            timed.views.append(seconds)
         elif kernels := kernels_of(current_phase(), func, args, kwargs, out):
-            found.kernels.append((tuple(kernels), seconds))
+            timed.kernels.append((tuple(kernels), seconds))
 
     return OperationClock(record)
 
@@ -121,18 +121,18 @@ def ratios(steps: Iterable[TimedStep], plain: Mapping[str, Curve]) -> dict[str, 
 
     The median of the calls in a bucket: one that was interrupted counts no more than the others.
     """
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for each in steps:
-        for kernels, seconds in each.kernels:
+    buckets: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for timed in steps:
+        for kernels, seconds in timed.kernels:
             if any(kernel.flops for kernel in kernels):
                 continue
             curve = plain[IN_PLACE if in_place(kernels[0].operation) else NEW]
             expected = sum(on_curve(curve, kernel.bytes) for kernel in kernels)
             size = sum(kernel.bytes for kernel in kernels) / len(kernels)
             key = f"{kernels[0].operation} {kernels[0].dtype}", round(math.log(max(size, 1.0), 4))
-            found[key].append(max(0.0, seconds - each.floor) / expected)
+            buckets[key].append(max(0.0, seconds - timed.floor) / expected)
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for (name, bucket), every in sorted(found.items()):
+    for (name, bucket), every in sorted(buckets.items()):
         curves[name].append((4.0**bucket, min(max(statistics.median(every), _LEAST), _MOST)))
     return {name: tuple(curve) for name, curve in curves.items()}
 
@@ -164,7 +164,7 @@ def around_collectives(
     Both explain the part of two steps that kernels and the host leave, one with small payloads and one with large ones.
     """
     (calls, own, left), (more_calls, more_own, more_left) = (
-        _left(each, speeds, axis) for each in (small, large)
+        _left(timed, speeds, axis) for timed in (small, large)
     )
     if not calls:
         return 0.0, 1.0

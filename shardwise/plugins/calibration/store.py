@@ -41,7 +41,7 @@ def calibrate(
         speeds: of one process, for several numbers of processes (``measured_speeds``).
         disk: bytes/s that files are written with.
     """
-    cpu = next((each for each in diagnosis.speeds.devices if each.device == HOST.name), None)
+    cpu = next((speed for speed in diagnosis.speeds.devices if speed.device == HOST.name), None)
     if cpu is None or "fp32" not in cpu.flops:
         why = diagnosis.facts.torch.error or (cpu.problem if cpu else "")
         raise ResourceError("nothing was measured", where="doctor", why=why)

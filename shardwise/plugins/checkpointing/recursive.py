@@ -137,9 +137,9 @@ class _ChainPass:
             result = block(*args, **kwargs)
         # Detached, so that no graph is held. The last block's result is not needed.
         last = len(self.calls) == len(self.chain.members)
-        found = [] if last else result_tensors(result)
-        self.required.append([tensor.requires_grad for tensor in found])
-        self.returned = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in found]
+        tensors = [] if last else result_tensors(result)
+        self.required.append([tensor.requires_grad for tensor in tensors])
+        self.returned = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         return result
 
     def _unpack(self, index: int, slot: Slot) -> Tensor:
@@ -166,8 +166,8 @@ class _ChainPass:
         """What the block before has returned; the way there starts at the nearest kept input."""
         while self.kept[-1][0] > index:
             self.kept.pop()
-        start, found = self.kept[-1]
-        returned = [kept.tensor() for kept in found]
+        start, kept_tensors = self.kept[-1]
+        returned = [kept.tensor() for kept in kept_tensors]
         if 0 < start == index:
             self.kept.pop()
         free = self.chain.inputs - len(self.kept) + 1
@@ -183,7 +183,8 @@ class _ChainPass:
     def _passed(self, at: int, returned: list[Tensor]) -> list[Tensor]:
         """What a block returns, without a graph, in tensors that require a gradient where the first run's did."""
         with torch.no_grad():
-            found = result_tensors(self.calls[at].again(self.chain.members[at], returned))
+            tensors = result_tensors(self.calls[at].again(self.chain.members[at], returned))
         return [
-            tensor.requires_grad_(required) for tensor, required in zip(found, self.required[at], strict=True)
+            tensor.requires_grad_(required)
+            for tensor, required in zip(tensors, self.required[at], strict=True)
         ]

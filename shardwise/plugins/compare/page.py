@@ -89,8 +89,8 @@ def _figures(run: RunRecord) -> Iterator[str]:
 def setting_differences(runs: Mapping[str, RunRecord]) -> Iterator[tuple[str, list[str]]]:
     """The keys in which recipes and strategies differ, with the value of each run; – where a run has none."""
     every = [_flat_settings(run) for run in runs.values()]
-    for key in sorted({key for each in every for key in each}):
-        values = [each.get(key, "–") for each in every]
+    for key in sorted({key for settings in every for key in settings}):
+        values = [settings.get(key, "–") for settings in every]
         if len(set(values)) > 1:
             yield key, values
 

@@ -166,26 +166,26 @@ def _judge_software(facts: Facts) -> Iterator[Check]:
 
 def _judge_memory(facts: Facts) -> Iterator[Check]:
     memory, disk, measuring = facts.memory, facts.disk, facts.measuring
-    found = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
+    finding = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
     if memory.limit is not None and memory.limit < memory.total:
-        found += f", cgroup limit {format_bytes(memory.limit)}"
+        finding += f", cgroup limit {format_bytes(memory.limit)}"
     if memory.available < LEAST_MEMORY:
-        yield Check("memory", "bad", found, "end other programs, or raise the container's limit")
+        yield Check("memory", "bad", finding, "end other programs, or raise the container's limit")
     else:
-        yield Check("memory", "good", found)
+        yield Check("memory", "good", finding)
     if memory.swap_used > memory.total // 20:
-        found = f"{format_bytes(memory.swap_used)} in use"
-        yield Check("swap", "warn", found, "a run that swaps crawls: free memory first")
+        finding = f"{format_bytes(memory.swap_used)} in use"
+        yield Check("swap", "warn", finding, "a run that swaps crawls: free memory first")
     if memory.shared is not None and memory.shared < LEAST_SHARED:
-        found = f"{format_bytes(memory.shared)} free in /dev/shm"
-        yield Check("shared memory", "warn", found, "NCCL needs more: docker run --shm-size=1g")
-    for name, place, free in (
+        finding = f"{format_bytes(memory.shared)} free in /dev/shm"
+        yield Check("shared memory", "warn", finding, "NCCL needs more: docker run --shm-size=1g")
+    for name, folder, free in (
         ("disk", disk.folder, disk.free),
         ("cache disk", disk.cache_folder, disk.cache_free),
     ):
         verdict = "bad" if free < LEAST_DISK else "good"
         yield Check(
-            name, verdict, f"{format_bytes(free)} free at {place}", "free space" if verdict == "bad" else ""
+            name, verdict, f"{format_bytes(free)} free at {folder}", "free space" if verdict == "bad" else ""
         )
     if not measuring.high_water_mark:
         advice = "measured peaks will be upper bounds: allow writing /proc/self/clear_refs"
@@ -230,8 +230,8 @@ def _judge_communication(facts: Facts, speeds: Speeds) -> Iterator[Check]:
         yield Check("gloo", "bad", speeds.link_problem, "check the firewall on the loopback interface")
     elif speeds.link is not None:
         bandwidth, latency = speeds.link
-        found = f"{format_rate(bandwidth, 'B')}, {format_seconds(latency)} between two processes"
-        yield Check("gloo", "good", found)
+        finding = f"{format_rate(bandwidth, 'B')}, {format_seconds(latency)} between two processes"
+        yield Check("gloo", "good", finding)
     else:
         yield Check("gloo", "good", "available")
     if len(torch.devices) > 1 and not torch.nccl:
@@ -252,30 +252,30 @@ def _judge_devices(facts: Facts) -> Iterator[Check]:
     if facts.calibrated:
         yield Check("cpu profile", "good", "plans use speeds measured here")
     else:
-        found = "not measured: the first plan for this machine measures some shapes"
+        finding = "not measured: the first plan for this machine measures some shapes"
         hidden = 'CUDA_VISIBLE_DEVICES="" ' if torch.devices else ""  # GPUs are measured where there are some
-        yield Check("cpu profile", "note", found, f"{hidden}shardwise doctor --calibrate measures all")
+        yield Check("cpu profile", "note", finding, f"{hidden}shardwise doctor --calibrate measures all")
     if not torch.devices and facts.driver and not torch.error:
         advice = "check the driver" if torch.cuda or torch.rocm else "install a torch build for the GPU"
         yield Check("gpu", "warn", "the system has one, torch sees none", advice)
     for device in torch.devices:
         name = f"gpu {device.index}"
-        found = f"{device.name}, {format_bytes(device.memory_bytes)}, capability {device.capability}"
+        finding = f"{device.name}, {format_bytes(device.memory_bytes)}, capability {device.capability}"
         if device.free_bytes < 0.9 * device.memory_bytes:
             used = format_bytes(device.memory_bytes - device.free_bytes)
-            yield Check(name, "warn", f"{found}, {used} in use", "end what else runs on it")
+            yield Check(name, "warn", f"{finding}, {used} in use", "end what else runs on it")
         elif device.profile is None:
             gib = device.memory_bytes / GiB
             advice = f"not in the table: plan with a similar device and cluster.memory_gib={gib:.2f}"
-            yield Check(name, "note", found, advice)
+            yield Check(name, "note", finding, advice)
         elif device.profile.endswith(OWN):
             advice = f"cluster.device: {device.profile} has what CUDA reports of it, and assumptions"
-            yield Check(name, "note", f"{found}, no profile", advice)
+            yield Check(name, "note", f"{finding}, no profile", advice)
         else:
             profile = with_measured(PROFILES[device.profile])
             measured = "measured" if profile.measured and profile.measured.attention_order else "not measured"
             order = f"attention {', '.join(profile.attention)} ({measured})"
-            yield Check(name, "good", f"{found}, profile {device.profile}, {order}")
+            yield Check(name, "good", f"{finding}, profile {device.profile}, {order}")
 
 
 def _judge_speed(facts: Facts, speed: DeviceSpeed) -> Iterator[Check]:
@@ -286,7 +286,7 @@ def _judge_speed(facts: Facts, speed: DeviceSpeed) -> Iterator[Check]:
     if speed.to_device and speed.to_host:
         rates.append(f"host to device {format_rate(speed.to_device, 'B')}")
         rates.append(f"back {format_rate(speed.to_host, 'B')}")
-    found = ", ".join(rates)
+    finding = ", ".join(rates)
     if not speed.flops:
         advice = "install a torch build with kernels for it, or end what else fills its memory"
         yield Check(name, "bad", speed.problem or "no matrix product could be made", advice)
@@ -294,9 +294,9 @@ def _judge_speed(facts: Facts, speed: DeviceSpeed) -> Iterator[Check]:
         advice = "do not train on it: overclocked, overheated or broken"
         yield Check(name, "bad", f"wrong products in {', '.join(speed.wrong)}", advice)
     elif slow := _shortfall(facts, speed):
-        yield Check(name, "warn", found, f"{slow}: throttled, shared or power-capped")
+        yield Check(name, "warn", finding, f"{slow}: throttled, shared or power-capped")
     else:
-        yield Check(name, "good", found)
+        yield Check(name, "good", finding)
 
 
 def _shortfall(facts: Facts, speed: DeviceSpeed) -> str:

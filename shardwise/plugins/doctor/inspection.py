@@ -261,7 +261,7 @@ def _disk(folder: Path) -> Disk:
 def _free(folder: Path) -> int:
     """Free bytes on the disk of ``folder``, or of its nearest existing parent."""
     absolute = folder.absolute()
-    existing = next(place for place in (absolute, *absolute.parents) if place.exists())
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 

@@ -53,9 +53,9 @@ def checkpointed(
         strategy = strategy_from(
             {"activation_checkpointing": name, "micro_batch_size": 1, "precision": precision}
         )
-        found = dry_run(recipe, blueprint, strategy, cluster, depth=None if model is None else depth)
-        assert found.blocks is not None
-        yield name, found.blocks
+        run = dry_run(recipe, blueprint, strategy, cluster, depth=None if model is None else depth)
+        assert run.blocks is not None
+        yield name, run.blocks
 
 
 def _small_decoder(depth: int) -> Recipe:
@@ -101,17 +101,17 @@ def counted_states(
     blueprint = blueprint_of(asked_recipe(model, tokens=tokens))
     for stage, ranks in cells:
         progress(f"ZeRO {stage} on {ranks} ranks")
-        nodes, each = (ranks // PER_NODE, PER_NODE) if ranks % PER_NODE == 0 else (1, ranks)
-        cluster = cluster_of(ClusterSpec(device="H100-80GB", nodes=nodes, devices_per_node=each))
+        nodes, per_node = (ranks // PER_NODE, PER_NODE) if ranks % PER_NODE == 0 else (1, ranks)
+        cluster = cluster_of(ClusterSpec(device="H100-80GB", nodes=nodes, devices_per_node=per_node))
         strategy = strategy_from({"zero_stage": stage, "precision": "bf16", "micro_batch_size": 1})
         asked = asked_recipe(model, tokens=tokens, batch=ranks)
-        found = predict(asked, blueprint, strategy, cluster)
-        ledgers = {phase: peak.ledger for phase, peak in found.peaks.items()}
+        prediction = predict(asked, blueprint, strategy, cluster)
+        ledgers = {phase: peak.ledger for phase, peak in prediction.peaks.items()}
         yield CountedState(
             stage,
             ranks,
             ledgers["clip"],
             max(map(state_bytes, ledgers.values())),
             max(ledger.activations for ledger in ledgers.values()),
-            found.sum_bytes,
+            prediction.sum_bytes,
         )

@@ -23,7 +23,7 @@ def paper_table(sizes: Sequence[float], ranks: Sequence[int]) -> Iterator[Render
     table = columns("left", "left", *["right"] * (len(ranks) + 1), titles=_titles("parameters", ranks))
     for size in sizes:
         for stage in (1, 2, 3):
-            cells = [_number_text(size * paper_bytes(stage, each) / GB) for each in ranks]
+            cells = [_number_text(size * paper_bytes(stage, world_size) / GB) for world_size in ranks]
             table.add_row(format_count(size), str(stage), formula(stage), *cells)
     note = "GB of model state per rank in 16-bit training with Adam (arXiv 1910.02054, table 1)"
     yield from text_section("The paper", note, table)
@@ -70,17 +70,21 @@ def memory_table(
     """A row per part of model state on one device, and the activations of one sequence."""
     table = columns("left", "right", "right", "right", "right", titles=("", "rule", "", "counted", ""))
     for name, rule in PAPER_PARTS:
-        held = getattr(state.update, name)
+        part_bytes = getattr(state.update, name)
         table.add_row(
             name.replace("_", " "),
             f"{rule}Ψ",
             format_bytes(rule * parameters),
-            format_bytes(held),
-            _each(held, parameters),
+            format_bytes(part_bytes),
+            _each(part_bytes, parameters),
         )
-    held = state_bytes(state.update)
+    total_bytes = state_bytes(state.update)
     table.add_row(
-        "model state", "16Ψ", format_bytes(16 * parameters), format_bytes(held), _each(held, parameters)
+        "model state",
+        "16Ψ",
+        format_bytes(16 * parameters),
+        format_bytes(total_bytes),
+        _each(total_bytes, parameters),
     )
     _add_activations(table, tokens, state, shape)
     note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one device, one sequence of {tokens:,} tokens"
@@ -149,12 +153,12 @@ def checkpointing_table(
 
 
 def _titles(first: str, ranks: Sequence[int]) -> tuple[str, ...]:
-    return (first, "stage", "bytes", *(f"N = {each:,}" for each in ranks))
+    return (first, "stage", "bytes", *(f"N = {world_size:,}" for world_size in ranks))
 
 
 def _number_text(size: float) -> str:
     return f"{size:.3g}" if size < 1000 else f"{size:,.0f}"
 
 
-def _each(held: int, parameters: int) -> str:
-    return f"{held / parameters:.2f}Ψ"
+def _each(size: int, parameters: int) -> str:
+    return f"{size / parameters:.2f}Ψ"

@@ -228,7 +228,9 @@ def candidates(
     """What the planner may choose for a setting next to the others of a strategy; none where it only has a default."""
     alone = strategy.with_values(**{setting.key: setting.default})
     case = case_of(alone, cluster.world_size, recipe, cluster.devices_per_node)
-    return next(tuple(each.candidates(setting, case)) for each in ORDER if setting in each.settings)
+    return next(
+        tuple(technique.candidates(setting, case)) for technique in ORDER if setting in technique.settings
+    )
 
 
 def extra(setting: Setting[Any]) -> list[Any]:

@@ -91,7 +91,7 @@ def _points(workloads: Workloads, devices: Sequence[str], group: PointGroup) -> 
     if not possible:
         return
     blueprint = workloads.blueprint_of(possible[0][0])
-    largest = max(possible, key=lambda each: each[2].capacity_bytes)
+    largest = max(possible, key=lambda candidate: candidate[2].capacity_bytes)
     hopeless = not Predictor(largest[1], blueprint, largest[2]).may_fit(group.strategy)
     for workload, recipe, cluster in possible:
         yield _point(workload, recipe, cluster, blueprint, group.strategy, hopeless)

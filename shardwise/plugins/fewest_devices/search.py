@@ -45,8 +45,8 @@ def fewest_devices(
             fix="add devices to the cluster, or lower steps",
         )
     listed = list(sizes(cluster, cluster.nodes))
-    found = listed[bisect_left(listed, True, key=search.enough)]
-    asked = resized(recipe, cluster, found)
+    smallest_size = listed[bisect_left(listed, True, key=search.enough)]
+    asked = resized(recipe, cluster, smallest_size)
     return (
         asked,
         cluster_of(asked.cluster),

@@ -108,8 +108,8 @@ def context_of(model: str) -> int | None:
 
 
 def _context_in(config: Mapping[str, Any]) -> int | None:
-    found = (config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    limits = (config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((value for value in limits if isinstance(value, int) and value > 0), None)
 
 
 def _objective_in(config: Mapping[str, Any]) -> str:

@@ -66,9 +66,9 @@ def devices(draft: Draft) -> None:
 
 def _world(draft: Draft, nodes: int, inner: int) -> int:
     """The number of devices: as said, or by the batch sizes, or by the degrees."""
-    world, each = draft.number("world"), draft.number("devices_per_node")
-    if world is None and each is not None:
-        world = nodes * each
+    world, per_node = draft.number("world"), draft.number("devices_per_node")
+    if world is None and per_node is not None:
+        world = nodes * per_node
     names = ("global_batch", "micro_batch", "accumulation")
     total, micro, accumulated = (draft.number(name) for name in names)
     if world is None and total and micro and accumulated:
@@ -111,8 +111,8 @@ def batch(draft: Draft) -> None:
     total, micro, accumulated = (draft.number(name) for name in names)
     degree = draft.facts["degree"]
     counted = bool(draft.keys.get("world") or draft.keys.get("devices_per_node"))
-    if (each := draft.number("batch_per_device")) is not None and micro:
-        accumulated, draft.keys["accumulation"] = each / micro, draft.keys["batch_per_device"]
+    if (per_device := draft.number("batch_per_device")) is not None and micro:
+        accumulated, draft.keys["accumulation"] = per_device / micro, draft.keys["batch_per_device"]
     if total and micro and not draft.is_said("accumulation"):  # as the other trainer computes it
         accumulated = total / (micro * degree) if counted else None
     elif total and accumulated and not draft.is_said("micro_batch"):

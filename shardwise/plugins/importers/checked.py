@@ -25,13 +25,13 @@ def is_foreign(path: Path) -> bool:
         return False
 
 
-def read_imported(found: Imported) -> tuple[Recipe, Cluster]:
+def read_imported(conversion: Imported) -> tuple[Recipe, Cluster]:
     """The checked recipe and its cluster. Raises RecipeError for a value or a combination that is refused."""
-    recipe = parse_recipe(found.text(), SETTINGS, f"recipe of {found.path.name}")
+    recipe = parse_recipe(conversion.text(), SETTINGS, f"recipe of {conversion.path.name}")
     cluster = cluster_of(recipe.cluster)
 
     def where(key: str) -> str:
-        return f"strategy.{key} of {found.path.name}"
+        return f"strategy.{key} of {conversion.path.name}"
 
     refuse_broken(recipe, cluster.world_size, where)
     refuse_unsupported(recipe.strategy, cluster.device, where)
@@ -45,5 +45,5 @@ def read_for_plan(
 
     The plan measures what the file's pins cost, and says it first.
     """
-    found = imported(path, model=model, world=world, overrides=list(overrides))
-    return read_imported(found)[0], f"{found.sentence()}; shardwise from shows all"
+    conversion = imported(path, model=model, world=world, overrides=list(overrides))
+    return read_imported(conversion)[0], f"{conversion.sentence()}; shardwise from shows all"

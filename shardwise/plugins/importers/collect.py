@@ -189,9 +189,9 @@ class Collection:
 
 
 def _refused_training(file: File, key: str, value: Any, why: str) -> RecipeError:
-    place = f"{file.path}: {key}: {shorten(str(value), 60)}"
+    where = f"{file.path}: {key}: {shorten(str(value), 60)}"
     fix = f"train this with {file.format.title}, or remove {key}"
-    return RecipeError("this training cannot be done here", where=place, why=why, fix=fix)
+    return RecipeError("this training cannot be done here", where=where, why=why, fix=fix)
 
 
 def _mapped_values(entry: Mapped, value: Any) -> dict[str, Any]:

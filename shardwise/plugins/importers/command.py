@@ -48,26 +48,28 @@ def command(
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.importers.checked import read_imported
 
-    found = imported(file, model=model, world=world, kind=kind, overrides=overrides or ())
+    conversion = imported(file, model=model, world=world, kind=kind, overrides=overrides or ())
     if as_json:
-        rows = [{"key": r.key, "value": r.value, "status": r.status, "detail": r.detail} for r in found.rows]
+        rows = [
+            {"key": r.key, "value": r.value, "status": r.status, "detail": r.detail} for r in conversion.rows
+        ]
         values = {
-            "format": found.format.name,
-            "recognised_by": found.keys,
+            "format": conversion.format.name,
+            "recognised_by": conversion.keys,
             "keys": rows,
-            "recipe": found.values,
+            "recipe": conversion.values,
         }
         print(json.dumps(values, indent=1, default=str))
     else:
-        _print_import(found, every)
+        _print_import(conversion, every)
     if out is not None:
-        write_whole(out, found.text(out.parent).encode("utf-8"))
+        write_whole(out, conversion.text(out.parent).encode("utf-8"))
         typer.echo(f"{out}: next, shardwise plan {out}", err=as_json)
-        if pins := " ".join(f"{key}=null" for key in found.costly_pins):
+        if pins := " ".join(f"{key}=null" for key in conversion.costly_pins):
             typer.echo(f"without its pins that cost time: shardwise plan {out} {pins}", err=as_json)
     elif not as_json:
-        typer.echo(f"\n{found.text()}", nl=False)
-    read_imported(found)
+        typer.echo(f"\n{conversion.text()}", nl=False)
+    read_imported(conversion)
 
 
 _WIDTH = 80
@@ -75,10 +77,10 @@ _LONG = 24
 """More mapped keys than these are counted by section of the recipe."""
 
 
-def _row_groups(found: Imported, every: bool) -> Iterator[tuple[str, list[str], str | None]]:
+def _row_groups(conversion: Imported, every: bool) -> Iterator[tuple[str, list[str], str | None]]:
     """(title, lines, colour) of the rows by their weight for the user; assumptions, to act on, come last."""
-    lost, mapped = found.of("no equivalent", "unknown"), found.of("mapped")
-    idle, defaults = found.of("not needed"), found.of("default")
+    lost, mapped = conversion.of("no equivalent", "unknown"), conversion.of("mapped")
+    idle, defaults = conversion.of("not needed"), conversion.of("default")
     yield f"no equivalent: {_key_count(lost)}", [_row_text(row) for row in lost], "yellow"
     sections = Counter(row.detail.partition(",")[0].partition(".")[0] for row in mapped)
     counted = [", ".join(f"{name} {count}" for name, count in sections.items()) + "; --all lists them"]
@@ -87,7 +89,7 @@ def _row_groups(found: Imported, every: bool) -> Iterator[tuple[str, list[str], 
     lines = [f"{row.key} → {row.detail}" for row in defaults]
     names = [", ".join(row.key.partition(" (")[0] for row in defaults)] * bool(defaults)
     yield (
-        f"{_key_count(defaults)} left out, so {found.format.title}'s defaults",
+        f"{_key_count(defaults)} left out, so {conversion.format.title}'s defaults",
         lines if every else names,
         None,
     )
@@ -97,7 +99,7 @@ def _row_groups(found: Imported, every: bool) -> Iterator[tuple[str, list[str], 
         [_row_text(row) for row in idle] if every else names,
         "bright_black",
     )
-    assumed = [f"{row.key}={written(row.value)}: {row.detail}" for row in found.of("assumed")]
+    assumed = [f"{row.key}={written(row.value)}: {row.detail}" for row in conversion.of("assumed")]
     yield f"{_key_count(assumed)} assumed; give KEY=VALUE to replace", assumed, "cyan"
 
 
@@ -111,11 +113,11 @@ def _row_text(row: KeyRow) -> str:
     return f"{row.key}: {value} → {said}"
 
 
-def _print_import(found: Imported, every: bool) -> None:
-    more = f" and {len(found.keys) - 3} more" if len(found.keys) > 3 else ""
-    by = f", recognised by {', '.join(found.keys[:3])}{more}" if found.keys else ""
-    typer.echo("\n".join(textwrap.wrap(f"{found.path.name} ({found.format.title}{by})", _WIDTH)))
-    for title, lines, colour in _row_groups(found, every):
+def _print_import(conversion: Imported, every: bool) -> None:
+    more = f" and {len(conversion.keys) - 3} more" if len(conversion.keys) > 3 else ""
+    by = f", recognised by {', '.join(conversion.keys[:3])}{more}" if conversion.keys else ""
+    typer.echo("\n".join(textwrap.wrap(f"{conversion.path.name} ({conversion.format.title}{by})", _WIDTH)))
+    for title, lines, colour in _row_groups(conversion, every):
         if lines:
             typer.secho(f"\n{title}", bold=True, fg=colour)
         for line in lines:

@@ -39,15 +39,15 @@ def registered(draft: Draft, name: str) -> tuple[dict[str, Any], str]:
     if not isinstance(folder, str) or folder == "ONLINE":
         return {"source": name}, ""
     places = (draft.path.parent / folder, Path(folder))
-    place = next((path for path in places if (path / "dataset_info.json").is_file()), None)
-    if place is None:
+    root = next((path for path in places if (path / "dataset_info.json").is_file()), None)
+    if root is None:
         return {}, f"there is no {folder}/dataset_info.json: give data.source"
-    info = read_foreign(place / "dataset_info.json")
+    info = read_foreign(root / "dataset_info.json")
     entry = info.get(name)
     if not isinstance(entry, Mapping):
-        where = f"{place / 'dataset_info.json'}: {name}"
+        where = f"{root / 'dataset_info.json'}: {name}"
         raise RecipeError("no such data set", where=where, why=f"it lists {', '.join(sorted(info))}")
-    source = str(place / str(entry.get("file_name", name)))
+    source = str(root / str(entry.get("file_name", name)))
     if hub := entry.get("hf_hub_url"):
         config, split = entry.get("subset"), entry.get("split", "train")
         source = str(hub) + (f":{config}" if config else "") + (f"#{split}" if split != "train" else "")

@@ -37,8 +37,8 @@ def read_foreign(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise RecipeError("not a JSON file", where=f"{where}:{error.lineno}", why=error.msg) from None
     except tomllib.TOMLDecodeError as error:
-        why, _, place = str(error).removesuffix(")").partition(" (at ")
-        line = ":".join(["", *re.findall(r"line (\d+)", place)])
+        why, _, position = str(error).removesuffix(")").partition(" (at ")
+        line = ":".join(["", *re.findall(r"line (\d+)", position)])
         raise RecipeError("not a TOML file", where=where + line, why=one_line(why)) from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise RecipeError("cannot read the file", where=where, why=one_line(str(error))) from None

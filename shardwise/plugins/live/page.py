@@ -84,11 +84,11 @@ class LiveRun:
 
     def _stamp(self, names: tuple[str, ...]) -> str:
         """Changes when one of these files does."""
-        found = []
+        stamps = []
         for name in names:
             try:
                 status = (self.folder / name).stat()
-                found.append(f"{status.st_mtime_ns:x}-{status.st_size:x}")
+                stamps.append(f"{status.st_mtime_ns:x}-{status.st_size:x}")
             except OSError:
-                found.append("0")
-        return "_".join(found)
+                stamps.append("0")
+        return "_".join(stamps)

@@ -29,8 +29,8 @@ def command(
     kind = dtype.value if dtype else None
     if undo:
         with working("taking the adapter out"):
-            found = unmerge(base, adapter, out, kind)
-        typer.echo(told_of_writing(found))
+            written = unmerge(base, adapter, out, kind)
+        typer.echo(told_of_writing(written))
         return
     with working("merging"):
         written, merged = merge_adapter(base, adapter, out, kind)

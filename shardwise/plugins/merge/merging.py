@@ -68,17 +68,17 @@ def merge_adapter(base: str, adapter: Path, target: Path, dtype: str | None = No
     """Merge an adapter in PEFT format into the model of a folder or Hub id. Raises ShardwiseError."""
     require_new(target)
     pair = _base_and_adapter(base, adapter)
-    found = _require_base(pair)
-    held = pair.dtypes()
-    dtypes = _in_dtype(held, dtype)
+    fingerprint = _require_base(pair)
+    base_dtypes = pair.dtypes()
+    dtypes = _in_dtype(base_dtypes, dtype)
     merged = Merged(pair.adapted, pair.read)
 
     def record() -> bytes:
         values = {
             "format": 1,
             "adapter": adapter_hash(pair.files),
-            "base": found,
-            "dtypes": {name: STORED_DTYPES[kind] for name, kind in held.items()},
+            "base": fingerprint,
+            "dtypes": {name: STORED_DTYPES[kind] for name, kind in base_dtypes.items()},
         }
         return json.dumps(values, indent=1).encode() + b"\n"
 
@@ -112,21 +112,21 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
             why=f"{folder / RECORD_FILE} says {record['adapter'][:16]}, this one is {adapter_hash(pair.files)[:16]}",
             fix="give the adapter that was merged",
         )
-    held = pair.dtypes()
+    dtypes = pair.dtypes()
     for name in Merged(pair.adapted, pair.read).weights:
-        if held[name].itemsize < 4:
+        if dtypes[name].itemsize < 4:
             raise CheckpointError(
                 "the base cannot be restored",
                 where=str(folder),
-                why=f"the merged weights were rounded to {STORED_DTYPES[held[name]]}",
+                why=f"the merged weights were rounded to {STORED_DTYPES[dtypes[name]]}",
                 fix="keep the base, or merge with --dtype fp32",
             )
     norms: dict[str, Tensor] = {}
     if pair.blueprint.spec.name == "dora":
-        found = WeightFiles((folder / NORMS_FILE).parent, single=Path(NORMS_FILE).name)
-        norms = {path: found.read(path) for path in found.shapes}
+        norm_files = WeightFiles((folder / NORMS_FILE).parent, single=Path(NORMS_FILE).name)
+        norms = {path: norm_files.read(path) for path in norm_files.shapes}
     said = {
-        name: DTYPES_BY_NAME[record["dtypes"].get(name, STORED_DTYPES[kind])] for name, kind in held.items()
+        name: DTYPES_BY_NAME[record["dtypes"].get(name, STORED_DTYPES[kind])] for name, kind in dtypes.items()
     }
     return _write_merged(
         target, pair, _in_dtype(said, dtype), Unmerged(pair.adapted, pair.read, norms).read, {}
@@ -151,9 +151,9 @@ def _write_merged(
     return write_model(target, contents)
 
 
-def _in_dtype(held: Mapping[str, torch.dtype], dtype: str | None) -> dict[str, torch.dtype]:
+def _in_dtype(dtypes: Mapping[str, torch.dtype], dtype: str | None) -> dict[str, torch.dtype]:
     wanted = EXPORT_DTYPES[dtype] if dtype else None
-    return {name: wanted if wanted and kind.is_floating_point else kind for name, kind in held.items()}
+    return {name: wanted if wanted and kind.is_floating_point else kind for name, kind in dtypes.items()}
 
 
 # ---- checks of base and adapter --------------------------------------------------------------------------------
@@ -213,9 +213,9 @@ def _require_base(pair: _Pair) -> str:
     """The fingerprint of the base. Raises CheckpointError if the adapter was trained on another base."""
     names = [name for name, parameter in named_parameters(pair.adapted) if not parameter.requires_grad]
     pair.files.require_copies((name, pair.weights.read(name)) for name in sorted(pair.files.copies))
-    found = fingerprint_of_tensors((name, pair.weights.read(name)) for name in names)
-    refuse_other_base(pair.files.fingerprint, found, str(pair.files.folder / TENSORS))
-    return found
+    fingerprint = fingerprint_of_tensors((name, pair.weights.read(name)) for name in names)
+    refuse_other_base(pair.files.fingerprint, fingerprint, str(pair.files.folder / TENSORS))
+    return fingerprint
 
 
 def adapter_hash(files: AdapterFiles) -> str:

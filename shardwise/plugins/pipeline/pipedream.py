@@ -36,9 +36,9 @@ from shardwise.runtime.torch_private_fsdp import fsdp_gather_streams
 from shardwise.technique.pipeline.place import Pipeline
 
 
-def passes_of(live: LiveModel, update: OptimizerStep, place: Pipeline) -> PipeDream:
+def passes_of(live: LiveModel, update: OptimizerStep, pipeline: Pipeline) -> PipeDream:
     """The passes of a rank."""
-    return PipeDream(live, update, place, live.context.micro_batches)
+    return PipeDream(live, update, pipeline, live.context.micro_batches)
 
 
 class PipeDream(Pipelined):
@@ -236,14 +236,14 @@ class _StreamMail:
         # The rank before is ahead by one more, and its forward pass comes before the backward pass.
         until = received.micro_batch - (self._last - self._rank + 2 if kind == "B" else 0)
         here = [
-            each
-            for each in self._leaving
-            if each[0] and each[0].kind == kind and each[0].micro_batch <= until
+            send
+            for send in self._leaving
+            if send[0] and send[0].kind == kind and send[0].micro_batch <= until
         ]
         for _, _, work in here:
             wait(work)
-        gone = {id(each) for each in here}
-        self._leaving = [each for each in self._leaving if id(each) not in gone]
+        gone = {id(send) for send in here}
+        self._leaving = [send for send in self._leaving if id(send) not in gone]
 
     def close(self) -> None:
         """Wait until all sends of a finished run are received: a dropped send never arrives."""

@@ -43,7 +43,7 @@ class Stash:
 
     @property
     def buffers(self) -> list[Tensor]:
-        return [tensor for each in (*self._free, *self._kept.values()) for tensor in each]
+        return [tensor for tensors in (*self._free, *self._kept.values()) for tensor in tensors]
 
     def version_of(self, micro_batch: int) -> int:
         return max(0, micro_batch - self._lag) // self._per_step

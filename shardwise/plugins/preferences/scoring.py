@@ -48,9 +48,11 @@ class RewardModel:
         for start in range(0, len(order), BATCH):
             rows = order[start : start + BATCH]
             ids = nn.utils.rnn.pad_sequence([torch.tensor(documents[row]) for row in rows], batch_first=True)
-            found = values(self.blueprint, self.model, {"input_ids": ids.to(self.device)}).cpu().float()
+            token_scores = (
+                values(self.blueprint, self.model, {"input_ids": ids.to(self.device)}).cpu().float()
+            )
             last = torch.tensor([len(documents[row]) - 1 for row in rows]).unsqueeze(1)
-            scores[rows] = found.gather(1, last).squeeze(1)
+            scores[rows] = token_scores.gather(1, last).squeeze(1)
         return scores
 
 

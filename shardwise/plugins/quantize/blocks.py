@@ -54,18 +54,18 @@ def pre_norm_block(block: nn.Module, option: str) -> PreNormBlock:
 
     Raises RecipeError for another block; ``option`` is the argument of the command line that needs the parts.
     """
-    found = {name: module for name, module in block.named_modules() if _has_own_parameters(module)}
+    modules = {name: module for name, module in block.named_modules() if _has_own_parameters(module)}
     required = {*BLOCK_NORMS, *ATTENTION_LAYERS, UP, DOWN}
-    missing, foreign = sorted(required - found.keys()), sorted(found.keys() - required - _OPTIONAL)
-    linear = [name for name in (*ATTENTION_LAYERS, GATE, UP, DOWN) if name in found]
-    other = [name for name in linear if not isinstance(found[name], nn.Linear)]
+    missing, foreign = sorted(required - modules.keys()), sorted(modules.keys() - required - _OPTIONAL)
+    linear = [name for name in (*ATTENTION_LAYERS, GATE, UP, DOWN) if name in modules]
+    other = [name for name in linear if not isinstance(modules[name], nn.Linear)]
     why = ""
     if missing:
         why = f"{type(block).__name__} has no {missing[0]}"
     elif foreign:
         why = f"{type(block).__name__} has {foreign[0]}, whose place in the block is not known"
     elif other:
-        why = f"{other[0]} is a {type(found[other[0]]).__name__} and no linear layer"
+        why = f"{other[0]} is a {type(modules[other[0]]).__name__} and no linear layer"
     if why:
         raise RecipeError(
             "the blocks of this model are not known",
@@ -73,10 +73,10 @@ def pre_norm_block(block: nn.Module, option: str) -> PreNormBlock:
             why=why,
             fix=f"leave out {option}, which knows blocks of Llama's shape",
         )
-    parts = {name: found[name] for name in linear}
+    parts = {name: modules[name] for name in linear}
     gate = parts.pop(GATE, None)
     q, k, v, o, up, down = (part for part in parts.values() if isinstance(part, nn.Linear))
-    first, second = (found[name] for name in BLOCK_NORMS)
+    first, second = (modules[name] for name in BLOCK_NORMS)
     return PreNormBlock(first, q, k, v, o, second, gate if isinstance(gate, nn.Linear) else None, up, down)
 
 

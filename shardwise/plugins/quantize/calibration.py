@@ -90,8 +90,8 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
         )
     size = _calibration_batch_size(len(calibration), len(held_out), source.length, ranks)
 
-    def joined(found: list[dict[str, Tensor]], name: str) -> list[Tensor]:
-        parts = [each[name] for each in found]
+    def joined(samples: list[dict[str, Tensor]], name: str) -> list[Tensor]:
+        parts = [sample[name] for sample in samples]
         return [torch.cat(parts[start : start + size]) for start in range(0, len(parts), size)]
 
     batches = Batches(

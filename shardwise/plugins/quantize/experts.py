@@ -72,12 +72,12 @@ def expert_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> list[Exper
     Args:
         groups: the tensors of its folder.
     """
-    found: dict[str, dict[str, StackSlice]] = {}
+    slices: dict[str, dict[str, StackSlice]] = {}
     for group in groups:
         for name, part in group.slices.items():
-            found.setdefault(part.stack.rpartition(".")[0], {})[name.removesuffix(".weight")] = part
+            slices.setdefault(part.stack.rpartition(".")[0], {})[name.removesuffix(".weight")] = part
     layers = []
-    for path, matrices in found.items():
+    for path, matrices in slices.items():
         if not _obstacle(model.get_submodule(path)):
             count = 1 + max(part.index for part in matrices.values())
             layers.append(ExpertLayer(path, count, matrices))

@@ -32,10 +32,10 @@ def require_packable(blueprint: Blueprint, contents: Contents) -> None:
     stored, blocks = _stored_names(contents), blueprint.blocks(model)
     if not blocks:
         raise RecipeError("the blocks of this model are not known", where=f"model: {blueprint.name}")
-    found = list(linear_layers(model, blocks))
-    if not found:
+    layers = list(linear_layers(model, blocks))
+    if not layers:
         raise RecipeError("no linear layers to quantize", where=f"model: {blueprint.name}")
-    for path in found:
+    for path in layers:
         if path not in stored or not isinstance(model.get_submodule(path), nn.Linear):
             raise RecipeError(
                 "this model cannot be written with packed weights",
@@ -47,13 +47,13 @@ def require_packable(blueprint: Blueprint, contents: Contents) -> None:
 
 def _stored_names(contents: Contents) -> dict[str, str]:
     """Path on disk of every module whose weight [out, in] is stored as it is, by its path in the model."""
-    found = {}
+    paths = {}
     for group in contents.layout.groups:
         source, names = group.sources[0], list(group.shapes)
         single = len(group.sources) == len(names) == 1
         if single and source.endswith(".weight") and names[0].endswith(".weight") and _kept_shape(group):
-            found[source.removesuffix(".weight")] = names[0].removesuffix(".weight")
-    return found
+            paths[source.removesuffix(".weight")] = names[0].removesuffix(".weight")
+    return paths
 
 
 def _kept_shape(group: TensorGroup) -> bool:
@@ -81,7 +81,7 @@ def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) 
     owners = [matrix.owner for matrix in others if matrix.name not in stacks]
     own = isinstance(blueprint, HuggingFaceModel)
     names = [[stored.get(path, path), *([path] if own else [])] for path in [*linear, *owners]]
-    return list(dict.fromkeys(name for each in names for name in each))
+    return list(dict.fromkeys(name for aliases in names for name in aliases))
 
 
 def other_rows(contents: Contents, rows: Sequence[LayerRow]) -> list[LayerRow]:
@@ -114,7 +114,7 @@ def write_quantized(
         config: the value of ``quantization_config``. report: written as ``quantization.json``.
     """
     reading = _Reading(contents, state, readable=config["quant_method"] == METHOD)
-    groups = [each for group in contents.layout.groups for each in reading.groups(group)]
+    groups = [tensor_group for group in contents.layout.groups for tensor_group in reading.groups(group)]
     whole = {**contents.layout.config, "quantization_config": dict(config)}
     layout = replace(contents.layout, config=whole, groups=groups)
     text = json.dumps(report, indent=1).encode() + b"\n"

@@ -65,11 +65,11 @@ def _loss_sums(base: Tensor, quantized: Tensor, targets: Tensor) -> Tensor:
     base, quantized = F.log_softmax(base.float(), -1), F.log_softmax(quantized.float(), -1)
     counted = targets != NOT_COUNTED
     ids = targets.clamp(min=0).unsqueeze(-1)
-    found = [-each.gather(-1, ids).squeeze(-1) for each in (base, quantized)]
+    terms = [-log_probabilities.gather(-1, ids).squeeze(-1) for log_probabilities in (base, quantized)]
     # In place: logits are the largest tensors here.
     difference = quantized.neg_().add_(base)
-    found.append(base.exp_().mul_(difference).sum(-1))
-    return torch.stack([(each.double() * counted).sum() for each in (*found, counted)])
+    terms.append(base.exp_().mul_(difference).sum(-1))
+    return torch.stack([(term.double() * counted).sum() for term in (*terms, counted)])
 
 
 def lost(sums: Tensor) -> Lost:

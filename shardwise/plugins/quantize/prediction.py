@@ -74,7 +74,7 @@ def predicted_peak(
             _like(batches.calibration),
             _like(batches.held_out),
             _like(batches.labels),
-            [None if each is None else torch.empty_like(each) for each in batches.counted],
+            [None if mask is None else torch.empty_like(mask) for mask in batches.counted],
         )
         quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks, experts=experts)
 

@@ -45,10 +45,10 @@ class Ranks:
 
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers."""
-        found = torch.tensor(number)
+        maximum = torch.tensor(number)
         if self.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX)
+        return int(maximum)
 
     def sum_inputs(self, groups: Sequence[InputSums]) -> None:
         """Replace sums over this rank's tokens by those over all. Raises RecipeError if ranks have other groups."""
@@ -70,14 +70,14 @@ class Ranks:
 
     def exchanged(self, names: Sequence[str], own: Mapping[str, T]) -> dict[str, T]:
         """The results for all names, in order; ``own`` are those of ``part(names)``."""
-        found: dict[str, T] = {}
+        results: dict[str, T] = {}
         for number, name in enumerate(names):
             result = [own.get(name)]
             if self.size > 1:
                 dist.broadcast_object_list(result, src=number % self.size)
             assert result[0] is not None
-            found[name] = result[0]
-        return found
+            results[name] = result[0]
+        return results
 
 
 ALONE = Ranks()

@@ -33,7 +33,7 @@ def reading_notes(model: Any, packed: Sequence[str], scheme: Scheme) -> tuple[st
     base: Any = importlib.import_module("transformers.quantizers.base")
     for path, module in model.named_modules():
         patch = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {}).get(type(module).__name__)
-        if patch is not None and METHOD in [str(each.value) for each in patch["quantization_methods"]]:
+        if patch is not None and METHOD in [str(method.value) for method in patch["quantization_methods"]]:
             raise RecipeError(
                 "transformers could not load the quantized model",
                 where=path,

@@ -52,14 +52,14 @@ class SourceModel:
 def open_source_model(model: str, length: int | None) -> SourceModel:
     """Open a run's folder, a model's folder or a hub id. Raises ShardwiseError."""
     folder = path_of(model)
-    found = _run_source(folder, length) if (folder / RECIPE).is_file() else _model_source(model, length)
-    if found.blueprint.objective != "causal":
+    source = _run_source(folder, length) if (folder / RECIPE).is_file() else _model_source(model, length)
+    if source.blueprint.objective != "causal":
         raise RecipeError(
             "this model does not generate text",
             where=model,
-            why=f"its objective is {found.blueprint.objective}, and the gate measures perplexity",
+            why=f"its objective is {source.blueprint.objective}, and the gate measures perplexity",
         )
-    return found
+    return source
 
 
 def _run_source(folder: Path, length: int | None) -> SourceModel:

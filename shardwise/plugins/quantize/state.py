@@ -145,9 +145,9 @@ class PassState:
 
     def changed(self) -> dict[str, int]:
         """Names of changed tensors, with their blocks."""
-        found = ((index, self._opened(index)[0].shapes) for index in range(self.done))
+        blocks = ((index, self._opened(index)[0].shapes) for index in range(self.done))
         return {
-            n.removeprefix("changed/"): i for i, shapes in found for n in shapes if n.startswith("changed/")
+            n.removeprefix("changed/"): i for i, shapes in blocks for n in shapes if n.startswith("changed/")
         }
 
     def read_changed(self, index: int, name: str) -> Tensor:

@@ -100,10 +100,12 @@ def input_sums(
 
 
 @contextmanager
-def _observed(layers: dict[str, nn.Module], found: list[InputSums], counted: Tensor | None) -> Iterator[None]:
+def _observed(
+    layers: dict[str, nn.Module], all_sums: list[InputSums], counted: Tensor | None
+) -> Iterator[None]:
     """Add the inputs of one forward pass to the sums."""
     seen: list[tuple[weakref.ref[Tensor], InputSums]] = []
-    groups = {name: sums for sums in found for name in sums.layers}
+    groups = {name: sums for sums in all_sums for name in sums.layers}
 
     def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -116,7 +118,7 @@ def _observed(layers: dict[str, nn.Module], found: list[InputSums], counted: Ten
             if sums is None:
                 sums = InputSums()
                 sums.add(given, counted)
-                found.append(sums)
+                all_sums.append(sums)
                 seen.append((weakref.ref(given), sums))
             sums.layers.append(name)
 
@@ -126,5 +128,5 @@ def _observed(layers: dict[str, nn.Module], found: list[InputSums], counted: Ten
     try:
         yield
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in hooks:
+            handle.remove()

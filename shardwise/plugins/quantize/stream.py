@@ -87,7 +87,7 @@ def quantize_blocks(
     """
     calibration = list(walk.embedded(batches.calibration))
     base = list(walk.embedded(batches.held_out))
-    quantized = [each.clone() for each in base]  # so that every block holds equally much
+    quantized = [hidden.clone() for hidden in base]  # so that every block holds equally much
     inside = walk.blueprint.blocks(walk.model)
     targets, kept = (
         set(linear_layers(walk.model, inside)),
@@ -98,13 +98,13 @@ def quantize_blocks(
             _advance(run, base)
             block = _Block(walk, index, targets, kept, experts, quantizer)
             if index in state:
-                found = state.load(index)
+                result = state.load(index)
             else:
-                found = block.quantized(run, calibration, batches.counted, ranks)
+                result = block.quantized(run, calibration, batches.counted, ranks)
                 if ranks.rank == 0:
-                    state.save(index, found)
-            block.restore(found)
-            del found
+                    state.save(index, result)
+            block.restore(result)
+            del result
             _advance(run, calibration)
             _advance(run, quantized)
         done(index)

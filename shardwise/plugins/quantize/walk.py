@@ -96,9 +96,9 @@ class Walk:
 
         def logits(hidden: Tensor) -> Tensor:
             given[:] = [hidden]
-            found = self.blueprint.logits(self.model, hidden)
+            output = self.blueprint.logits(self.model, hidden)
             given.clear()
-            return found
+            return output
 
         stand_ins = dict.fromkeys(range(self.depth - 1), self._returning)
         last = {self.depth - 1: lambda index, _: self._returning(index, given[0])}

@@ -84,10 +84,12 @@ def _reader(live: Sampler) -> Reader:
     return reader
 
 
-def rehearse(live: Sampler, rows: int, prompt: int, longest: int, temperature: float, each: Repeated) -> None:
+def rehearse(
+    live: Sampler, rows: int, prompt: int, longest: int, temperature: float, repeated: Repeated
+) -> None:
     """What ``generate`` allocates and computes at most, on fake tensors."""
     uniform = torch.zeros(rows, dtype=torch.float64, device=live.device)
     with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
         rehearse_reading(
-            _reader(live), (rows, prompt, longest), lambda logits: sampled(logits, uniform)[0], each
+            _reader(live), (rows, prompt, longest), lambda logits: sampled(logits, uniform)[0], repeated
         )

@@ -97,9 +97,9 @@ class Rewards:
     def of(self, given: RewardInput) -> Tensor:
         """fp64 [n, 1 + rewards]: the weighted sum, and every reward before its weight."""
         columns = [reward.of(given) for reward in self.rewards]
-        each = torch.tensor(columns, dtype=torch.float64).T
+        rewards = torch.tensor(columns, dtype=torch.float64).T
         weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
-        return torch.cat([(each * weights).sum(1, keepdim=True), each], 1)
+        return torch.cat([(rewards * weights).sum(1, keepdim=True), rewards], 1)
 
 
 def rewards_of(spec: ObjectiveSpec) -> Rewards:

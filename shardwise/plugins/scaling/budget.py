@@ -210,13 +210,13 @@ class BudgetSearch:
         if not known:
             return base * otherwise
 
-        def at(each: int) -> tuple[float, float]:
-            size = self._family[each].parameters
-            return math.log(size), math.log(figure(self._plans[each]) / (FLOPS_PER_PARAMETER * size))
+        def at(planned_index: int) -> tuple[float, float]:
+            size = self._family[planned_index].parameters
+            return math.log(size), math.log(figure(self._plans[planned_index]) / (FLOPS_PER_PARAMETER * size))
 
         x = math.log(self._family[index].parameters)
-        below = max((each for each in known if each <= index), default=known[0])
-        above = min((each for each in known if each >= index), default=known[-1])
+        below = max((planned_index for planned_index in known if planned_index <= index), default=known[0])
+        above = min((planned_index for planned_index in known if planned_index >= index), default=known[-1])
         (x0, y0), (x1, y1) = at(below), at(above)
         share = 0.0 if x0 == x1 else (x - x0) / (x1 - x0)
         return base * math.exp(y0 + share * (y1 - y0))

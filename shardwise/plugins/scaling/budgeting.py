@@ -71,12 +71,12 @@ def noise_of_run(folder: Path) -> tuple[NoiseScale, float]:
     """
     run = read_run(folder)
     measured = [step.gradient_noise for step in run.steps if step.gradient_noise is not None]
-    found = noise_scale(measured)
-    if found is None:
+    noise = noise_scale(measured)
+    if noise is None:
         why = "noise hides the gradient in its measurements" if measured else "the run has not measured it"
         fix = "train with evaluation.noise_scale=true and evaluation.every"
         raise DataError("no gradient noise scale", where=str(folder), why=why, fix=fix)
-    return found, found.batch_tokens / run.plan.step.tokens
+    return noise, noise.batch_tokens / run.plan.step.tokens
 
 
 def to_train(recipe: Recipe, budget: BudgetChoice) -> Recipe:

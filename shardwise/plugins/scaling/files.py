@@ -121,9 +121,9 @@ def _losses(values: Mapping[str, Any]) -> ParametricLaw:
     """The parametric law that predicts an allocation's loss."""
     name = values["loss"]
     if name in names():
-        found = tomllib.loads(read_text(LAWS_FOLDER / f"{name}.toml"))
-        if found["kind"] == "parametric":
-            return _parametric_law(name, found)
+        table = tomllib.loads(read_text(LAWS_FOLDER / f"{name}.toml"))
+        if table["kind"] == "parametric":
+            return _parametric_law(name, table)
     raise ValueError(f"loss must name a parametric law, found {name!r}")
 
 
@@ -136,7 +136,7 @@ def _fitted_range(table: Mapping[str, Any]) -> FittedRange:
 def _low_and_high(value: Any, key: str) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError(f"{key} must be two numbers, found {value!r}")
-    low, high = (_positive(each, key) for each in value)
+    low, high = (_positive(bound, key) for bound in value)
     return low, high
 
 

@@ -239,5 +239,5 @@ class _Problem:
 def _huber(residuals: Array, counts: Array) -> Array:
     """Sums of the Huber loss over points: (S,)."""
     size = np.abs(residuals)
-    each = np.where(size <= DELTA, 0.5 * residuals**2, DELTA * (size - 0.5 * DELTA))
-    return (counts * each).sum(axis=1)
+    losses = np.where(size <= DELTA, 0.5 * residuals**2, DELTA * (size - 0.5 * DELTA))
+    return (counts * losses).sum(axis=1)

@@ -57,13 +57,13 @@ def curves(points: Sequence[TrainedPoint]) -> list[SizeCurve]:
     by_size = defaultdict[float, list[TrainedPoint]](list)
     for point in points:
         by_size[point.parameters].append(point)
-    found = []
+    lines = []
     for parameters, ends in sorted(by_size.items()):
         ends.sort(key=lambda end: end.tokens)
         if len({end.tokens for end in ends}) > 1:
             flops, losses = zip(*((end.flops, end.loss) for end in ends), strict=True)
-            found.append(SizeCurve(parameters, np.array(flops), np.array(losses)))
-    return found
+            lines.append(SizeCurve(parameters, np.array(flops), np.array(losses)))
+    return lines
 
 
 def isoflops(points: Sequence[TrainedPoint], slices: int = SLICES) -> list[IsoFlop]:
@@ -91,11 +91,11 @@ def _parabola(flops: float, lines: Sequence[SizeCurve]) -> IsoFlop:
 def envelope(points: Sequence[TrainedPoint]) -> list[tuple[float, float, float]]:
     """The lowest loss of any size at each of many budgets: FLOPs, parameters, loss (approach 1)."""
     lines = curves(points)
-    found = []
+    minima = []
     for flops in _budgets(lines, ENVELOPE_POINTS):
         loss, parameters = min((line.loss_at(flops), line.parameters) for line in lines if line.covers(flops))
-        found.append((flops, parameters, loss))
-    return found
+        minima.append((flops, parameters, loss))
+    return minima
 
 
 def exponent(pairs: Sequence[tuple[float, float]]) -> float | None:

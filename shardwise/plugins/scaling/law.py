@@ -48,12 +48,12 @@ class FittedRange:
 
     def orders_outside(self, point: SizeAndTokens) -> dict[str, float]:
         """Orders of magnitude from the range to a point, by quantity; those within the range are left out."""
-        found = {}
+        orders = {}
         for quantity in ("parameters", "tokens", "flops"):
             value, (low, high) = getattr(point, quantity), getattr(self, quantity)
             if not low <= value <= high:
-                found[quantity] = abs(math.log10(value / (low if value < low else high)))
-        return found
+                orders[quantity] = abs(math.log10(value / (low if value < low else high)))
+        return orders
 
 
 class Law(Protocol):

@@ -141,19 +141,19 @@ def layers_of(
         if match is None:
             raise _incomplete(where, f"{name} is not a tensor of a known adapter type")
         parts.setdefault(match[1], {})[match[2] or match[3] or _BIAS] = shape
-    for path, found in parts.items():
+    for path, layer_shapes in parts.items():
         turns, (rank, _) = spec.name == "dora", spec.strength(path)
         wanted = {A, B, *([MAGNITUDE] if turns else []), *([_BIAS] if spec.lora_bias else [])}
-        if found.keys() != wanted:
-            odd = ", ".join(sorted(wanted ^ found.keys()))
+        if layer_shapes.keys() != wanted:
+            odd = ", ".join(sorted(wanted ^ layer_shapes.keys()))
             raise _incomplete(where, f"{path} has missing or unknown tensors: {odd}")
-        a, b = found[A], found[B]
+        a, b = layer_shapes[A], layer_shapes[B]
         if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
             raise _incomplete(where, f"{path}: A is {list(a)}, B is {list(b)}, and the rank is {rank}")
         for part in wanted - {A, B}:
-            if found[part] != (b[0],):
-                raise _incomplete(where, f"{path}: {part} has shape {list(found[part])}")
-    return {path: (found[A], found[B]) for path, found in parts.items()}
+            if layer_shapes[part] != (b[0],):
+                raise _incomplete(where, f"{path}: {part} has shape {list(layer_shapes[part])}")
+    return {path: (layer_shapes[A], layer_shapes[B]) for path, layer_shapes in parts.items()}
 
 
 def stacks_of(
@@ -161,7 +161,7 @@ def stacks_of(
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Shapes of A [E, r, i] and B [E, o, r] by stack of experts. Raises CheckpointError as ``layers_of``."""
     paths = {adapter[0] for name in shapes if (adapter := expert_adapter(name)) is not None}
-    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    stacks: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for path in sorted(paths):
         a, b = (shapes.get(path + end, ()) for end in (EXPERT_A, EXPERT_B))
         rank, _ = spec.strength(path)
@@ -169,8 +169,8 @@ def stacks_of(
             raise _incomplete(where, f"{path}: A is {list(a)}, B is {list(b)}, and the rank is {rank}")
         if (turns := shapes.get(path + EXPERT_MAGNITUDE)) != (b[:2] if spec.name == "dora" else None):
             raise _incomplete(where, f"{path}: its magnitudes are {list(turns or ())}, and it is {spec.name}")
-        found[path] = a, b
-    return found
+        stacks[path] = a, b
+    return stacks
 
 
 def _incomplete(where: str, why: str) -> CheckpointError:

@@ -166,7 +166,7 @@ class Transformers(Cached):
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         seen = self._cache.seen + ids.shape[1]
-        found = self.model(
+        output = self.model(
             input_ids=ids,
             attention_mask=self._padding_mask(seen),
             position_ids=positions.expand(ids.shape),
@@ -174,7 +174,7 @@ class Transformers(Cached):
             **{self._cache_argument: self._theirs},
             **self._last_alone,
         )
-        logits: Tensor = found.logits
+        logits: Tensor = output.logits
         return logits
 
     def _padding_mask(self, seen: int) -> Tensor | None:

@@ -46,10 +46,10 @@ class Writer:
 
     def _checked(self, text: str) -> str:
         text, self._kept = self._kept + text, ""
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
+        positions = [position for stop in self._stop if (position := text.find(stop)) >= 0]
+        if positions:
             self.stopped = True
-            return text[: min(found)]
+            return text[: min(positions)]
         keep = max((_partial_stop(text, stop) for stop in self._stop), default=0)
         self._kept = text[len(text) - keep :]
         return text[: len(text) - keep]

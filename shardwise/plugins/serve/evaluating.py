@@ -92,12 +92,12 @@ def perplexity(
     lengths = [dataset.filled(sample) or length for sample in range(count)]
     order = sorted(range(count), key=lambda sample: -lengths[sample])  # sequences of a batch have one length
     served.bank.select([chosen_adapter(opened, options)] * options.batch)
-    place, total, targets = next(opened.model.parameters()).device, 0.0, 0
+    device, total, targets = next(opened.model.parameters()).device, 0.0, 0
     for first in range(0, count, options.batch):
         rows: list[int | None] = [*order[first : first + options.batch]]
         longest = lengths[order[first]]
         rows += [None] * (options.batch - len(rows))
-        batch = {name: tensor[:, :longest].to(place) for name, tensor in batch_of(dataset, rows).items()}
+        batch = {name: tensor[:, :longest].to(device) for name, tensor in batch_of(dataset, rows).items()}
         loss, valid = _batch_loss(opened, batch)
         total, targets = total + loss, targets + valid
         progress(min(first + options.batch, count), count)
@@ -151,7 +151,7 @@ def task_results(
         raise RecipeError(f"there is no task {unknown[0]!r}", where="--tasks", fix=fix)
     asked = TaskModel(opened, served, chosen_adapter(opened, options), length, options.batch)
     try:
-        found = harness.simple_evaluate(
+        evaluation = harness.simple_evaluate(
             asked,
             tasks=list(tasks),
             task_manager=manager,
@@ -168,7 +168,7 @@ def task_results(
         raise DataError(
             "a task failed", where=", ".join(tasks), why=f"{type(error).__name__}: {first}"
         ) from error
-    return {name: dict(_metrics(values)) for name, values in found["results"].items()}
+    return {name: dict(_metrics(values)) for name, values in evaluation["results"].items()}
 
 
 def _harness() -> Any:

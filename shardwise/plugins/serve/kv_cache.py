@@ -77,7 +77,7 @@ class BlockCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the allocated keys and values."""
-        return sum(each.nbytes for each in (self._keys, self._values) if each is not None)
+        return sum(tensor.nbytes for tensor in (self._keys, self._values) if tensor is not None)
 
     def keep(self, rows: list[int]) -> None:
         if self._keys is not None and self._values is not None:

@@ -187,10 +187,10 @@ def require_same_base(model: nn.Module, adapters: list[ServedAdapter]) -> None:
         if adapter.files is not None:
             adapter.files.require_base(shapes_of(model))
             adapter.files.require_copies(model.named_parameters(remove_duplicate=False))
-    found: dict[frozenset[str], str | None] = {}
+    fingerprints: dict[frozenset[str], str | None] = {}
     for adapter in adapters:
         whole = frozenset(adapter.modules)
         if adapter.fingerprint is not None:
-            if whole not in found:
-                found[whole] = fingerprint_of(model, without=whole)
-            refuse_other_base(adapter.fingerprint, found[whole], adapter.where)
+            if whole not in fingerprints:
+                fingerprints[whole] = fingerprint_of(model, without=whole)
+            refuse_other_base(adapter.fingerprint, fingerprints[whole], adapter.where)

@@ -132,7 +132,7 @@ class _AdapterGroup:
     """Adapters with the same layers, and the assignment of the current batch."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._places = {name: place for place, name in enumerate(names)}
+        self._places = {name: index for index, name in enumerate(names)}
         self.idle = True
         self.one: int | None = None
         self.index = torch.zeros(0, dtype=torch.int64)
@@ -175,24 +175,24 @@ class _Layer:
         self.turn: Tensor | None = None
         if any(adapter.turns for adapter in adapters):
             self.turn = torch.zeros(len(adapters), rows, device=device, dtype=dtype)
-        for place, adapter in enumerate(adapters):
-            self._fill(place, adapter, layer)
+        for index, adapter in enumerate(adapters):
+            self._fill(index, adapter, layer)
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.a, self.b, self.turn, self.bias) if tensor is not None)
 
     @torch.no_grad()
-    def _fill(self, place: int, adapter: ServedAdapter, layer: nn.Module) -> None:
+    def _fill(self, index: int, adapter: ServedAdapter, layer: nn.Module) -> None:
         a, b, magnitude, bias = adapter.read(self.path)
-        self.a[place, : a.shape[0]] = a
-        self.b[place, :, : b.shape[1]] = b
+        self.a[index, : a.shape[0]] = a
+        self.b[index, :, : b.shape[1]] = b
         if magnitude is not None and self.turn is not None:
             weight = _plain_weight(layer, self.a.dtype)
-            whole = torch.addmm(weight, b.to(weight), a.to(weight), alpha=self.factors[place])
-            self.turn[place] = magnitude.to(weight) / row_norms(whole) - 1
+            whole = torch.addmm(weight, b.to(weight), a.to(weight), alpha=self.factors[index])
+            self.turn[index] = magnitude.to(weight) / row_norms(whole) - 1
         if bias is not None and self.bias is not None:
-            self.bias[place] = bias * self.factors[place]
+            self.bias[index] = bias * self.factors[index]
 
     def __call__(self, layer: nn.Module, arguments: tuple[Tensor, ...], out: Tensor) -> Tensor:
         group = self.group

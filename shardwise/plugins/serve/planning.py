@@ -160,8 +160,8 @@ def _most_requests(peak_of: Callable[[int], int], asked: int, room: int) -> int:
     if peak_of(1) > room:
         return 0
     while too_many - fitting > 1:
-        each = (peak_of(other) - peak_of(fitting)) / (other - fitting) if other != fitting else 0.0
-        guess = fitting + int((room - peak_of(fitting)) / each) if each > 0 else MOST_REQUESTS
+        slope = (peak_of(other) - peak_of(fitting)) / (other - fitting) if other != fitting else 0.0
+        guess = fitting + int((room - peak_of(fitting)) / slope) if slope > 0 else MOST_REQUESTS
         guess = max(fitting + 1, min(guess, too_many - 1))
         if peak_of(guess) <= room:
             fitting, other = guess, fitting
@@ -238,4 +238,4 @@ class _Counted:
 
 
 def _stored_bytes(model: nn.Module) -> int:
-    return sum({id(each): each.nbytes for each in (*model.parameters(), *model.buffers())}.values())
+    return sum({id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values())

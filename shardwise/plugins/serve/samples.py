@@ -120,7 +120,7 @@ def _sampled(folder: Path, recipe: Recipe, outcome: Outcome, kind: DeviceKind) -
                 return replace(outcome, unsampled=large)
             return replace(outcome, sample=_text(folder, min(tokens, longest)))
         questions = list(_questions(recipe, PROMPTS, ANSWER_TOKENS))
-        lengths = [len(tokenizer_of(part).encode(each.prompt)) + ANSWER_TOKENS for each in questions]
+        lengths = [len(tokenizer_of(part).encode(question.prompt)) + ANSWER_TOKENS for question in questions]
         questions = [q for n, q in enumerate(questions) if 2 * sum(lengths[: n + 1]) <= affordable]
         if not questions:
             return replace(outcome, unsampled=large if lengths else "no prompt leaves room for an answer")
@@ -150,16 +150,16 @@ def _before_and_after(
     start = None if recipe.adapter is None else recipe.adapter.start_from
     served = ServedModel(opened, {} if start is None else {_FIRST: start})
     answered = _greedy_answers(served, questions, ANSWER_TOKENS, _first_adapter(recipe, served))
-    before = [each.before for each in answered]
+    before = [answer.before for answer in answered]
     if recipe.adapter is None:
         opened.model.to("meta")  # one model at a time
         with suppress(CheckpointError, DataError):  # the files that the run started from may be gone
             first = reference_model(opened.blueprint, recipe.seed, dtype).eval().requires_grad_(False)
             served = ServedModel(replace(opened, model=first.to(device)))
-            before = [each.text for each in _greedy_answers(served, questions, ANSWER_TOKENS)]
+            before = [answer.text for answer in _greedy_answers(served, questions, ANSWER_TOKENS)]
     return tuple(
-        AnswerRecord(each.question.asked, text, each.text, each.question.expected)
-        for each, text in zip(answered, before, strict=True)
+        AnswerRecord(answer.question.asked, text, answer.text, answer.question.expected)
+        for answer, text in zip(answered, before, strict=True)
     )
 
 

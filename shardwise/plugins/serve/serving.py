@@ -56,17 +56,17 @@ class ServedModel:
             CheckpointError: an adapter is damaged or for another base model.
             RecipeError: an adapter's name is taken.
         """
-        found = [open_adapter(name, path_of(folder)) for name, folder in (adapters or {}).items()]
-        if found and opened.trained:
+        served_adapters = [open_adapter(name, path_of(folder)) for name, folder in (adapters or {}).items()]
+        if served_adapters and opened.trained:
             raise RecipeError(
                 "this run takes no other adapter",
-                where=found[0].where,
+                where=served_adapters[0].where,
                 why=f"it has trained {', '.join(opened.trained)} in full, and lacks the base's",
                 fix="give the folder of the base model, and the run's adapter with --adapter",
             )
-        require_same_base(opened.model, found)
+        require_same_base(opened.model, served_adapters)
         self._opened = opened
-        self.bank = Bank(opened.model, opened.dtype, [*opened.own, *found])
+        self.bank = Bank(opened.model, opened.dtype, [*opened.own, *served_adapters])
         self._as_it_is = OWN_ADAPTER if opened.own else BASE
         if opened.trained:
             self.bank.has_base = False
@@ -106,7 +106,7 @@ class ServedModel:
             RecipeError: an adapter is unknown, or a prompt is longer than the context.
             DataError: a prompt cannot be tokenized.
         """
-        answers = [self._answer(place, request) for place, request in enumerate(requests)]
+        answers = [self._answer(index, request) for index, request in enumerate(requests)]
         return self._pieces(answers, batch, cached)
 
     def complete(self, requests: Sequence[Request], *, batch: int = 8) -> list[str]:
@@ -125,8 +125,8 @@ class ServedModel:
         finally:
             self.bank.select(())
 
-    def _answer(self, place: int, request: Request) -> _Answer:
-        where = request.where or f"request {place + 1}"
+    def _answer(self, index: int, request: Request) -> _Answer:
+        where = request.where or f"request {index + 1}"
         adapter = self._as_it_is if request.adapter is None else request.adapter
         self.bank.require(adapter, where)
         tokenizer, context = self._opened.tokenizer, self._opened.context
@@ -138,7 +138,7 @@ class ServedModel:
                 why=f"it has {len(ids)} tokens, and the context has {context}",
                 fix="shorten it",
             )
-        return _Answer(place, request.sampling, adapter, ids, self._opened)
+        return _Answer(index, request.sampling, adapter, ids, self._opened)
 
 
 def _prompted(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -247,15 +247,17 @@ def load_model(
         raise RecipeError(
             f"precision is {precision!r}", where="precision", fix=f"take one of {', '.join(SERVED_DTYPES)}"
         )
-    place = serving_device(device)
-    return ServedModel(open_model(path_of(folder), tokenizer, SERVED_DTYPES[precision], place), adapters)
+    torch_device = serving_device(device)
+    return ServedModel(
+        open_model(path_of(folder), tokenizer, SERVED_DTYPES[precision], torch_device), adapters
+    )
 
 
 def serving_device(name: str) -> torch.device:
     """The device. Raises RecipeError if there is none of this name here."""
     try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
+        device = torch.device(name)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise RecipeError(f"no device {name!r}", where="device", why=str(error).splitlines()[0]) from error
-    return place
+    return device

@@ -87,7 +87,7 @@ class TaskModel(TemplateLM):
         ids = self.tok_encode(text)
         windows = get_rolling_token_windows(ids, self.prefix_token_id, self._length, context_len=1)
         pairs = [make_disjoint_window(window) for window in windows]
-        return sum(found for found, _ in self._scored(pairs))
+        return sum(log_likelihood for log_likelihood, _ in self._scored(pairs))
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -111,8 +111,8 @@ class TaskModel(TemplateLM):
         ids = torch.tensor([row[:-1] + [padding] * (longest - len(row) + 1) for row in rows])
         self._served.bank.select([self._adapter] * len(rows))
         try:
-            place = next(self._opened.model.parameters()).device
-            logits = self._opened.blueprint.logits(self._opened.model, ids.to(place))
+            device = next(self._opened.model.parameters()).device
+            logits = self._opened.blueprint.logits(self._opened.model, ids.to(device))
         finally:
             self._served.bank.select(())
         for row, (_, after), scores in zip(rows, pairs, logits, strict=True):
@@ -125,7 +125,7 @@ class TaskModel(TemplateLM):
     def _request(self, text: str, options: Mapping[str, Any]) -> Request:
         """A request of the harness: greedy unless the task samples; the prompt loses what does not fit."""
         until = options.get("until") or []
-        stop = tuple(each for each in ([until] if isinstance(until, str) else until) if each)
+        stop = tuple(sequence for sequence in ([until] if isinstance(until, str) else until) if sequence)
         tokens = int(options.get("max_gen_toks") or options.get("max_new_tokens") or NEW_TOKENS)
         tokens = max(1, min(tokens, self._length // 2))
         sampled = bool(options.get("do_sample")) and float(options.get("temperature") or 0) > 0

@@ -35,8 +35,8 @@ class MlflowTracker(RunTracker):
             self._client.update_run(self._id, "RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", project())
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        record = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if record is None else record.experiment_id
         self._id = self._client.create_run(experiment, run_name=name_of(run)).info.run_id
         remembered.write_text(self._id, encoding="utf-8")
         params = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flat(run["recipe"])]

@@ -17,12 +17,12 @@ class WandbTracker(RunTracker):
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
-        place = str(Path(run["folder"]).resolve())
+        path = str(Path(run["folder"]).resolve())
         settings = wandb.Settings(silent=True, console="off")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", project()),
             name=name_of(run),
-            id=first_name(folder, run, hashlib.sha256(place.encode()).hexdigest()[:12]),
+            id=first_name(folder, run, hashlib.sha256(path.encode()).hexdigest()[:12]),
             resume="allow",
             dir=str(folder),
             config=dict(run["recipe"]),

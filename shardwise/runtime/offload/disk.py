@@ -182,13 +182,13 @@ def opened(file: str) -> ScratchFile | None:
 
 def wait(file: str, slot: int | None = None) -> None:
     """Wait for the operations of a slot, or for all. Raises ResourceError."""
-    if (found := opened(file)) is not None:
-        found.wait(slot)
+    if (scratch_file := opened(file)) is not None:
+        scratch_file.wait(slot)
 
 
 def close(file: str) -> None:
     """Close the file and free its disk space."""
     with _LOCK:
-        found = _OPEN_FILES.pop(file, None)
-    if found is not None:
-        found.close()
+        scratch_file = _OPEN_FILES.pop(file, None)
+    if scratch_file is not None:
+        scratch_file.close()

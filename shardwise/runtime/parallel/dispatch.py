@@ -98,19 +98,19 @@ def divide_experts(
             fix="the nearest that works is expert_parallel: 1",
         )
     for module in modules:
-        held: Any = module
-        if held.num_experts % ranks.size:
+        experts: Any = module
+        if experts.num_experts % ranks.size:
             raise RecipeError(
                 f"expert_parallel cannot be {ranks.size}",
                 where="strategy.expert_parallel",
-                why=f"it does not divide the {held.num_experts} experts of a layer",
-                fix=f"the nearest that works is expert_parallel: {math.gcd(ranks.size, held.num_experts)}",
+                why=f"it does not divide the {experts.num_experts} experts of a layer",
+                fix=f"the nearest that works is expert_parallel: {math.gcd(ranks.size, experts.num_experts)}",
             )
-        held.num_experts, held._is_expert_parallel = held.num_experts // ranks.size, True
+        experts.num_experts, experts._is_expert_parallel = experts.num_experts // ranks.size, True
         for name, weight in list(module.named_parameters(recurse=False)):
-            setattr(module, name, _part(weight, mesh, held.num_experts))
+            setattr(module, name, _part(weight, mesh, experts.num_experts))
         weights = LocalWeights(ranks, ())
-        tokens = Dispatch(ranks, held.num_experts, None if shares is None else TPGroup.of(shares), room)
+        tokens = Dispatch(ranks, experts.num_experts, None if shares is None else TPGroup.of(shares), room)
         module.register_forward_pre_hook(tokens.before)
         module.register_forward_pre_hook(weights.before)
         module.register_forward_hook(weights.after, always_call=True)
@@ -177,10 +177,10 @@ def pairs_of(number: Tensor, experts: int, capacity: int) -> ArrivedPairs:
     return ArrivedPairs(choice, pair.view_as(number), expert, ends[-1])
 
 
-def _chosen_by(place: Tensor, size: int, numbers: Tensor) -> Tensor:
-    """Of each of ``size`` places, the number of the entry (in the last dim of ``place``) there, or their count."""
-    empty = torch.full((size + 1,), numbers.shape[0], dtype=torch.int64, device=place.device)
-    return empty.scatter(0, place.flatten(), numbers.expand(place.shape).flatten())[:size]
+def _chosen_by(positions: Tensor, size: int, numbers: Tensor) -> Tensor:
+    """Of each of ``size`` places, the number of the entry (in the last dim of ``positions``) there, or their count."""
+    empty = torch.full((size + 1,), numbers.shape[0], dtype=torch.int64, device=positions.device)
+    return empty.scatter(0, positions.flatten(), numbers.expand(positions.shape).flatten())[:size]
 
 
 def all_to_all(rows: Tensor, ranks: TPGroup) -> Tensor:

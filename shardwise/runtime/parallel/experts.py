@@ -61,9 +61,9 @@ class DividedExperts:
     @classmethod
     def of(cls, module: nn.Module, ranks: TPGroup, sequence_parallel: bool) -> DividedExperts:
         """Those of a module, which is told that it has fewer experts."""
-        held: Any = module
-        start, stop = ranks.span(held.num_experts)
-        held.num_experts, held._is_expert_parallel = stop - start, True
+        experts: Any = module
+        start, stop = ranks.span(experts.num_experts)
+        experts.num_experts, experts._is_expert_parallel = stop - start, True
         return cls(ranks, start, stop, sequence_parallel)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

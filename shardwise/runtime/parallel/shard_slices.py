@@ -56,8 +56,8 @@ def local_slices(tensor: Tensor) -> Slices:
         for axis, dim in _in_cutting_order(tensor.placements):
             start, stop = spans[dim]
             spans[dim] = _chunk_range(start, stop, coordinate[axis], tensor.device_mesh.size(axis))
-        held = tuple(local_part(tensor).shape)
-        if held != tuple(stop - start for start, stop in spans):
+        local_shape = tuple(local_part(tensor).shape)
+        if local_shape != tuple(stop - start for start, stop in spans):
             raise RuntimeError(f"{tensor.placements} of {tuple(tensor.shape)} is not contiguous on this rank")
     return tuple(slice(start, stop) for start, stop in spans)
 
@@ -116,5 +116,5 @@ def share(model: nn.Module, aliases: dict[str, str]) -> None:
     }
     for alias, first in aliases.items():
         if alias in owners and first in owners:
-            (module, name), (holder, held) = owners[alias], owners[first]
-            module._parameters[name] = holder._parameters[held]
+            (module, name), (holder, key) = owners[alias], owners[first]
+            module._parameters[name] = holder._parameters[key]

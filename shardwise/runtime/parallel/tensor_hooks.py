@@ -48,8 +48,8 @@ class LocalWeights:
                 module._parameters[name] = plain  # type: ignore[assignment]
 
     def after(self, module: nn.Module, *_: object) -> None:
-        held, self._held = self._held, None
-        for name, parameter in (held or {}).items():
+        parameters, self._held = self._held, None
+        for name, parameter in (parameters or {}).items():
             module._parameters[name] = parameter
 
     def plain(self, name: str, parameter: nn.Parameter) -> Tensor:

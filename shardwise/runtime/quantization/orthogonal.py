@@ -113,7 +113,7 @@ def _twiddle(size: int, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _twiddles(size: int) -> np.ndarray:
-    place = np.arange(size // 2 + 1)
-    scale = np.full(place.shape, math.sqrt(2 / size))
+    frequencies = np.arange(size // 2 + 1)
+    scale = np.full(frequencies.shape, math.sqrt(2 / size))
     scale[0] = math.sqrt(1 / size)
-    return scale * np.exp(-1j * math.pi * place / (2 * size))
+    return scale * np.exp(-1j * math.pi * frequencies / (2 * size))

@@ -20,12 +20,12 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
     # Eight codes of ``width`` bits fill ``width`` bytes exactly, so each of the eight has one place in them.
     eights = F.pad(codes, (0, -count % 8)).view(rows, -1, 8)
     packed = codes.new_zeros(rows, eights.shape[1], width)
-    for place in range(8):
-        byte, shift = divmod(place * width, 8)
-        packed[..., byte] |= eights[..., place] << shift
+    for index in range(8):
+        byte, shift = divmod(index * width, 8)
+        packed[..., byte] |= eights[..., index] << shift
         if shift + width > 8:
             # The code crosses into the next byte; uint8 has dropped these bits in the shift above.
-            packed[..., byte + 1] |= eights[..., place] >> (8 - shift)
+            packed[..., byte + 1] |= eights[..., index] >> (8 - shift)
     return packed.view(rows, -1)[:, : packed_bytes(count, width)].contiguous()
 
 
@@ -39,12 +39,12 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
         return torch.stack((packed & 15, packed >> 4), 2).view(rows, -1)[:, :count]
     eights = F.pad(packed, (0, -packed.shape[1] % width)).view(rows, -1, width)
     codes = packed.new_empty(rows, eights.shape[1], 8)
-    for place in range(8):
-        byte, shift = divmod(place * width, 8)
+    for index in range(8):
+        byte, shift = divmod(index * width, 8)
         code = eights[..., byte] >> shift
         if shift + width > 8:
             code = code | eights[..., byte + 1] << (8 - shift)
-        codes[..., place] = code & (1 << width) - 1
+        codes[..., index] = code & (1 << width) - 1
     return codes.view(rows, -1)[:, :count]
 
 

@@ -55,13 +55,13 @@ def _choice_with(choice: Choice, number: int, item: Item) -> Choice:
 def _undominated(choices: list[Choice], spacing: int) -> list[Choice]:
     """The choices in order of bytes. Each one saves more recomputation than the one before it."""
     choices.sort(key=lambda choice: (choice.size, (-choice.spared[0], -choice.spared[1])))
-    found: list[Choice] = []
+    frontier: list[Choice] = []
     for choice in choices:
-        if not found or choice.spared > found[-1].spared:
-            found.append(choice)
-    if len(found) <= LABELS:
-        return found
+        if not frontier or choice.spared > frontier[-1].spared:
+            frontier.append(choice)
+    if len(frontier) <= LABELS:
+        return frontier
     thin = {
-        choice.size // spacing: choice for choice in found[1:]
+        choice.size // spacing: choice for choice in frontier[1:]
     }  # the last of about the same size is the best
-    return [found[0], *thin.values()]
+    return [frontier[0], *thin.values()]

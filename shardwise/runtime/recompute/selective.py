@@ -118,10 +118,10 @@ class Results:
 
     def put(self, call: OperationCall, result: Any) -> None:
         def kept(tensor: Tensor) -> _Result:
-            found = _Result(save_offloaded(outside_autograd(tensor)))
+            kept_result = _Result(save_offloaded(outside_autograd(tensor)))
             if is_plain(tensor):
-                self._by_storage[storage_key(tensor.untyped_storage())] = call, found
-            return found
+                self._by_storage[storage_key(tensor.untyped_storage())] = call, kept_result
+            return kept_result
 
         self._results[call] = tree_map_only(Tensor, kept, result)
 
@@ -130,18 +130,18 @@ class Results:
         if not self._by_storage:
             return
         for tensor in filter(is_plain, tensors):
-            _, found = self._by_storage.get(storage_key(tensor.untyped_storage()), (None, None))
-            if found is not None:
-                found.others.append(save_offloaded(outside_autograd(tensor)))
+            _, result = self._by_storage.get(storage_key(tensor.untyped_storage()), (None, None))
+            if result is not None:
+                result.others.append(save_offloaded(outside_autograd(tensor)))
 
     def before_write(self, tensors: Iterable[Any]) -> None:
         """Drop results that an operation is about to overwrite; copy those of operations that run only once."""
         for tensor in filter(is_plain, tensors):
-            call, found = self._by_storage.pop(storage_key(tensor.untyped_storage()), (None, None))
-            if call is None or found is None:
+            call, result = self._by_storage.pop(storage_key(tensor.untyped_storage()), (None, None))
+            if call is None or result is None:
                 continue
-            if runs_once(call[0]) and (now := found.kept.value()) is not None:
-                found.kept, found.others = save_offloaded(now.clone()), []
+            if runs_once(call[0]) and (now := result.kept.value()) is not None:
+                result.kept, result.others = save_offloaded(now.clone()), []
             else:
                 self._results.pop(call, None)
 

@@ -22,14 +22,16 @@ _FULL = 4
 
 
 @functools.lru_cache(maxsize=1024)
-def stretch_of(schedule: str, ranks: int, each: int, count: int) -> Stretch:
+def stretch_of(schedule: str, ranks: int, stages_per_rank: int, count: int) -> Stretch:
     """The schedule played with passes forward that take half as long as those backward."""
     played = min(count, _FULL * ranks)
     lengths = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    spent = step_time(schedule, ranks, each, played, lambda action: lengths[action.kind] / each)
+    spent = step_time(
+        schedule, ranks, stages_per_rank, played, lambda action: lengths[action.kind] / stages_per_rank
+    )
     longer = (spent + 3.0 * (count - played)) / (3.0 * count)
-    flying = in_flight(orders(schedule, ranks, each, played)[0])
-    return Stretch(longer, flying / (ranks * each))
+    flying = in_flight(orders(schedule, ranks, stages_per_rank, played)[0])
+    return Stretch(longer, flying / (ranks * stages_per_rank))
 
 
 Channel = tuple[bool, bool]
@@ -110,8 +112,8 @@ class Pipeline(Place):
 
     def kind(self, rank: int) -> object:
         """Ranks of one kind differ at most in micro-batches in flight: (blocks per stage, has embedding, has head)."""
-        held = (self.kinds or self.blocks)[rank :: self.ranks]
-        return held, rank == 0, rank == self.ranks - 1
+        stage_kinds = (self.kinds or self.blocks)[rank :: self.ranks]
+        return stage_kinds, rank == 0, rank == self.ranks - 1
 
     def ranks_to_probe(self, every: bool) -> Sequence[int]:
         """The first rank of every kind: a later one has no more micro-batches in flight than the first."""
@@ -175,13 +177,15 @@ class Pipeline(Place):
             ranks=self.ranks,
             stages_per_rank=self.stages_per_rank,
             micro_batches=micro_batches,
-            forward=tuple(each.forward / micro_batches for each in times),
-            backward=tuple(each.backward / micro_batches for each in times),
+            forward=tuple(rank_time.forward / micro_batches for rank_time in times),
+            backward=tuple(rank_time.backward / micro_batches for rank_time in times),
             place=worst,
             pass_bytes=pass_bytes,
-            sending=max(each.sending for each in times),
+            sending=max(rank_time.sending for rank_time in times),
         )
         passes = zip(times, timetable.forward, timetable.backward, strict=True)
-        other = max(each.step - micro_batches * (forward + backward) for each, forward, backward in passes)
+        other = max(
+            rank_time.step - micro_batches * (forward + backward) for rank_time, forward, backward in passes
+        )
         seconds = timetable.step_seconds(self.schedule) + other
         return WholeStep(seconds, "waiting for other stages", timetable)

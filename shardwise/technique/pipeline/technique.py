@@ -94,8 +94,8 @@ def _too_many_stages(case: Case) -> bool:
 def _fewer_stages(case: Case) -> Mapping[str, object]:
     strategy, blocks = case.strategy, _blocks(case) or 1
     if strategy[PIPELINE_SCHEDULE] == "interleaved" and strategy[PIPELINE_PARALLEL] <= blocks:
-        each = blocks // strategy[PIPELINE_PARALLEL]
-        return {"pipeline_stages_per_rank": each} if each > 1 else {"pipeline_schedule": "1f1b"}
+        per_rank = blocks // strategy[PIPELINE_PARALLEL]
+        return {"pipeline_stages_per_rank": per_rank} if per_rank > 1 else {"pipeline_schedule": "1f1b"}
     others = case.model_ranks // strategy[PIPELINE_PARALLEL]
     fitting = [
         ranks
@@ -240,55 +240,55 @@ class PipelineParallel(Dividing):
         return {PIPELINE_AXIS.name: strategy[PIPELINE_PARALLEL]}
 
     def stretch(self, strategy: Strategy, micro_batches: int) -> Stretch:
-        ranks, each = strategy[PIPELINE_PARALLEL], stages_per_rank(strategy)
-        return stretch_of(strategy[PIPELINE_SCHEDULE], ranks, each, micro_batches)
+        ranks, per_rank = strategy[PIPELINE_PARALLEL], stages_per_rank(strategy)
+        return stretch_of(strategy[PIPELINE_SCHEDULE], ranks, per_rank, micro_batches)
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         if strategy[PIPELINE_PARALLEL] == 1:
             return ""
-        schedule, each = strategy[PIPELINE_SCHEDULE], stages_per_rank(strategy)
-        return f"pp{strategy[PIPELINE_PARALLEL]} {schedule}" + (f"×{each}" if each > 1 else "")
+        schedule, per_rank = strategy[PIPELINE_SCHEDULE], stages_per_rank(strategy)
+        return f"pp{strategy[PIPELINE_PARALLEL]} {schedule}" + (f"×{per_rank}" if per_rank > 1 else "")
 
     def apply(self, site: Site) -> None:
-        ranks, each = site.strategy[PIPELINE_PARALLEL], stages_per_rank(site.strategy)
+        ranks, per_rank = site.strategy[PIPELINE_PARALLEL], stages_per_rank(site.strategy)
         if ranks == 1:
             return
         from shardwise.model.balance import balanced_stages, kinds_of
 
         context = site.context
         rank = context.mesh[PIPELINE_AXIS.name].get_local_rank()
-        stages = balanced_stages(context.blueprint, ranks * each, context.recipe.data.sequence_length)
-        held = {
+        stages = balanced_stages(context.blueprint, ranks * per_rank, context.recipe.data.sequence_length)
+        own_stages = {
             number: stage.shortened(context.depth)
             for number, stage in enumerate(stages)
             if number % ranks == rank
         }
-        _keep_stages(site, list(held.values()))
+        _keep_stages(site, list(own_stages.values()))
         endless = site.strategy[PIPELINE_SCHEDULE] == "pipedream"
         if endless:
             _refuse_tied(context)
         tied = context.blueprint.tied()
         tied_group = _ends(context, ranks) if tied else None  # made by all ranks together
-        place = Pipeline(
+        pipeline = Pipeline(
             schedule=site.strategy[PIPELINE_SCHEDULE],
             ranks=ranks,
-            stages_per_rank=each,
+            stages_per_rank=per_rank,
             rank=rank,
-            held=held,
+            held=own_stages,
             blocks=tuple(len(stage.blocks) for stage in stages),
-            channels=_channels(context, ranks, each),
+            channels=_channels(context, ranks, per_rank),
             tied=tied if tied_group is not None else (),
             tied_group=tied_group,
             stage_group=_stage(context) if endless else None,
             vertical_sync=endless and site.strategy[PIPELINE_VERTICAL_SYNC],
             kinds=kinds_of(context.blueprint, stages),
         )
-        site.options.place = place
-        site.options.groups += [(PIPELINE_AXIS.name, group) for group in place.channels.values()]
-        site.hints.note(*_notes(context, place))
+        site.options.place = pipeline
+        site.options.groups += [(PIPELINE_AXIS.name, group) for group in pipeline.channels.values()]
+        site.hints.note(*_notes(context, pipeline))
 
 
-def _keep_stages(site: Site, held: Sequence[Stage]) -> None:
+def _keep_stages(site: Site, stages: Sequence[Stage]) -> None:
     """Put this rank's stages in the place of the whole model."""
     import torch
 
@@ -296,17 +296,17 @@ def _keep_stages(site: Site, held: Sequence[Stage]) -> None:
 
     blueprint, view = site.context.blueprint, site.view
     with torch.device("meta"):
-        models = [blueprint.stage(stage) for stage in held]
+        models = [blueprint.stage(stage) for stage in stages]
     view.model = Stages(models).train()
     view.stages = [
         StageView(model, blueprint.blocks(model), stage.first, stage.last)
-        for model, stage in zip(models, held, strict=True)
+        for model, stage in zip(models, stages, strict=True)
     ]
-    view.head = blueprint.head(models[-1]) if held[-1].last else []
+    view.head = blueprint.head(models[-1]) if stages[-1].last else []
     view.output = blueprint.output(models[-1])
 
 
-def _channels(context: Context, ranks: int, each: int) -> dict[Channel, ProcessGroup]:
+def _channels(context: Context, ranks: int, per_rank: int) -> dict[Channel, ProcessGroup]:
     """A group for every channel that the schedule uses: hidden states take the mesh's own.
 
     Not another mesh's: of a pipeline that is the whole world every mesh has the one default group.
@@ -315,8 +315,8 @@ def _channels(context: Context, ranks: int, each: int) -> dict[Channel, ProcessG
 
     channels = {(True, False): context.mesh[PIPELINE_AXIS.name].get_group()}
     stride = context.layout.stride(PIPELINE_AXIS)
-    for channel in ((False, False), *(((True, True), (False, True)) if each > 1 else ())):
-        lines = [[place + stage * stride for stage in range(ranks)] for place in range(stride)]
+    for channel in ((False, False), *(((True, True), (False, True)) if per_rank > 1 else ())):
+        lines = [[offset + stage * stride for stage in range(ranks)] for offset in range(stride)]
         groups = [dist.new_group(line) for line in lines]  # made by all ranks together
         channels[channel] = groups[dist.get_rank() % stride]
     return channels
@@ -349,20 +349,20 @@ def _ends(context: Context, ranks: int) -> ProcessGroup | None:
     import torch.distributed as dist
 
     stride = context.layout.stride(PIPELINE_AXIS)
-    groups = [dist.new_group([place, place + (ranks - 1) * stride]) for place in range(stride)]
+    groups = [dist.new_group([offset, offset + (ranks - 1) * stride]) for offset in range(stride)]
     at_an_end = context.mesh[PIPELINE_AXIS.name].get_local_rank() in (0, ranks - 1)
     return groups[dist.get_rank() % stride] if at_an_end else None
 
 
-def _notes(context: Context, place: Pipeline) -> list[str]:
+def _notes(context: Context, pipeline: Pipeline) -> list[str]:
     """How the model is cut, and how long its ranks wait where they have too little to do."""
     count = context.micro_batches
-    notes = [f"blocks of the stages, balanced by FLOPs: {', '.join(map(str, place.blocks))}"]
-    if count < place.ranks:
-        lists = orders(place.schedule, place.ranks, place.stages_per_rank, count)
+    notes = [f"blocks of the stages, balanced by FLOPs: {', '.join(map(str, pipeline.blocks))}"]
+    if count < pipeline.ranks:
+        lists = orders(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, count)
         bubble = play(lists, lambda action: 2.0 if action.kind == "B" else 1.0).bubble
         notes.append(
-            f"{count} micro-batches do not fill {place.ranks} ranks: they wait for {100 * bubble:.0f} % of the"
+            f"{count} micro-batches do not fill {pipeline.ranks} ranks: they wait for {100 * bubble:.0f} % of the"
             " time; a smaller micro_batch_size or a larger batch helps"
         )
     return notes

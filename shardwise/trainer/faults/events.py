@@ -40,7 +40,7 @@ def event_line(
 ) -> dict[str, Any]:
     """An event of a step, counted from 1, with the samples at ``positions`` in the order of the data."""
     places = list(positions)
-    samples = [sample for place in places for sample in data.samples(place)]
+    samples = [sample for position in places for sample in data.samples(position)]
     line = {"event": event, "step": step, "positions": places, **values, "samples": samples}
     if data.tokenizer is not None:
         line["text"] = [shorten(one_line(data.text(sample)), EXCERPT) for sample in samples[:TEXTS]]

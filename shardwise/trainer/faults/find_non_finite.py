@@ -62,8 +62,8 @@ class Finding:
 
 def first_non_finite(run: Run, batches: Sequence[Batch]) -> Finding | None:
     """Run a step's micro-batches without an update. Returns the earliest finding of any rank, on all ranks."""
-    place = run.options.place
-    watch = _Watch(run.model, 0 if place is None else place.rank)
+    pipeline = run.options.place
+    watch = _Watch(run.model, 0 if pipeline is None else pipeline.rank)
     with watch.stack, warnings.catch_warnings(), suppress(RuntimeError):
         # The hooks make views and cause warnings. A model that writes in place raises; earlier findings are still true.
         warnings.simplefilter("ignore")
@@ -125,8 +125,8 @@ class _Watch:
         assert number is not None, "modules run for a micro-batch"
         self._order = self._order + 1 if self._at == (number, stage) else 1
         self._at = number, stage
-        place = -self.place if stage == BACKWARD else self.place
-        here = Finding(number, stage, place, self._order, dist.get_rank(), name)
+        position = -self.place if stage == BACKWARD else self.place
+        here = Finding(number, stage, position, self._order, dist.get_rank(), name)
         if self.found is not None and self.found < here:
             return
         if not all(value.isfinite().all() for value in values if _has_numbers(value)):

@@ -38,8 +38,9 @@ def is_oom(error: BaseException) -> bool:
     """Whether ``error`` or one of its causes means that device or host memory ran out."""
     kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
     return any(
-        isinstance(each, kinds) or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)
-        for each in _causes(error)
+        isinstance(cause, kinds)
+        or (isinstance(cause, RuntimeError) and _TEXTS.search(str(cause)) is not None)
+        for cause in _causes(error)
     )
 
 
@@ -51,15 +52,15 @@ def resource_error(
         return ResourceError("out of memory", where=where, why=str(error).split(". ")[0], fix=fix)
     if isinstance(error, OSError) and (error.errno in FULL or error.errno == errno.EROFS):
         room = "free some space or raise the quota" if error.errno in FULL else "write elsewhere"
-        place, why = str(error.filename or "the disk"), error.strerror or str(error)
-        return ResourceError("cannot write", where=place, why=why, fix=f"{room}, and go on")
+        path, why = str(error.filename or "the disk"), error.strerror or str(error)
+        return ResourceError("cannot write", where=path, why=why, fix=f"{room}, and go on")
     return None
 
 
 def requested_bytes(error: BaseException) -> int:
     """The size of the allocation that failed; 0 when the error does not say."""
-    for each in _causes(error):
-        if (match := _REQUESTED.search(str(each))) is not None:
+    for cause in _causes(error):
+        if (match := _REQUESTED.search(str(cause))) is not None:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     return 0
 
@@ -121,10 +122,10 @@ class OomRecord:
     @property
     def request(self) -> str:
         """The allocation that failed, in torch's words."""
-        held = f"{format_bytes(self.allocated_bytes)} already allocated"
+        allocated = f"{format_bytes(self.allocated_bytes)} already allocated"
         if not self.requested_bytes:
-            return f"an allocation failed with {held}"
-        return f"tried to allocate {format_bytes(self.requested_bytes)} with {held}"
+            return f"an allocation failed with {allocated}"
+        return f"tried to allocate {format_bytes(self.requested_bytes)} with {allocated}"
 
     def error(self) -> OutOfMemory:
         """The error with which the rank stops."""

@@ -139,8 +139,8 @@ class Recovery:
         first = max(back.step, verdict.first - LEAD)
         unit = self._batches.unit  # what belongs together is left out together
         first, last = first - first % unit, verdict.last + unit - 1 - verdict.last % unit
-        positions = [state.position(each) for each in range(first, last + 1)]
-        left_out = merged([*state.left_out, *((place, place + 1) for place in positions)])
+        positions = [state.position(step) for step in range(first, last + 1)]
+        left_out = merged([*state.left_out, *((position, position + 1) for position in positions)])
         after = replace(back, rewinds=state.rewinds + 1, left_out=left_out)
         self.log("rewind", index, positions, to_step=after.step, rewinds=after.rewinds)
         raise Rewound(after)

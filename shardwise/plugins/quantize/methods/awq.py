@@ -123,13 +123,13 @@ def scaling_groups(block: nn.Module) -> list[ScalingGroup]:
     except RecipeError:
         return []
     gated = parts.gate is not None
-    found = [
+    groups = [
         ScalingGroup(BLOCK_NORMS[0], ATTENTION_LAYERS[:3]),
         ScalingGroup(BLOCK_NORMS[1], (GATE, UP) if gated else (UP,)),
     ]
     if parts.v.out_features == parts.o.in_features:
-        found.insert(1, ScalingGroup(ATTENTION_LAYERS[2], ATTENTION_LAYERS[3:]))
-    return [*found, ScalingGroup(UP, (DOWN,))] if gated else found
+        groups.insert(1, ScalingGroup(ATTENTION_LAYERS[2], ATTENTION_LAYERS[3:]))
+    return [*groups, ScalingGroup(UP, (DOWN,))] if gated else groups
 
 
 def awq_scale(

@@ -88,5 +88,7 @@ def relative_output_error(weight: Tensor, rounded: Tensor, statistics: InputStat
     difference, weight = (weight.float() - rounded.float()), weight.float()
     if statistics is None:
         return float(difference.norm() / weight.norm().clamp(min=1e-30))
-    lost, whole = ((each @ statistics.hessian * each).sum().clamp(min=0) for each in (difference, weight))
+    lost, whole = (
+        (matrix @ statistics.hessian * matrix).sum().clamp(min=0) for matrix in (difference, weight)
+    )
     return float((lost / whole.clamp(min=1e-30)).sqrt())

@@ -77,7 +77,7 @@ def check_convergence(weight: Tensor, basis: Basis) -> None:
     residuals = expand(weight, basis, TRIED).residuals
     before = torch.cat((torch.ones_like(residuals[:1]), residuals[:-1]))
     if not bool((residuals <= SLOWEST_DECAY * before).all()):
-        left = ", ".join(f"{each:.2g}" for each in residuals.tolist())
+        left = ", ".join(f"{residual:.2g}" for residual in residuals.tolist())
         raise NotConverged(
             f"blocks of Kashin's expansion leave {left} of the weight instead of a falling share"
         )

@@ -76,8 +76,8 @@ class Kashin(QuantizationMethod):
         if statistics is not None:
             metric = metric_of(outer(outer(statistics.hessian.float()).T), inner)
         pairs = [self._pair(part, inner, split_bits(scheme.bits), metric) for part in target.split(chunk)]
-        found = [self._stored(pairs, side, scale) for side in (0, 1)]
-        return KashinWeight(found[0], found[1], inner, outer)
+        codes = [self._stored(pairs, side, scale) for side in (0, 1)]
+        return KashinWeight(codes[0], codes[1], inner, outer)
 
     def rehearsal(self) -> QuantizationMethod:
         return replace(

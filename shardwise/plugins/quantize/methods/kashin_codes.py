@@ -42,11 +42,11 @@ class Pair:
 def nearest_codes(values: Tensor, peaks: Tensor) -> Tensor:
     """The code of the nearest value for each entry [rows, columns], int64."""
     table, order = table_of(peaks).sort(1)
-    place = torch.zeros_like(values, dtype=torch.int64)
+    index = torch.zeros_like(values, dtype=torch.int64)
     for bound in ((table[:, 1:] + table[:, :-1]) / 2).split(1, 1):
-        place += values > bound
+        index += values > bound
     ascending = torch.arange(table.shape[1], device=order.device)
-    return place if bool((order == ascending).all()) else order.gather(1, place)
+    return index if bool((order == ascending).all()) else order.gather(1, index)
 
 
 def fitted(values: Tensor, peaks: Tensor, rounds: int = LLOYD) -> Tensor:
@@ -99,7 +99,7 @@ def annealed(target: Tensor, basis: Map, peaks: list[Tensor], steps: int) -> Pai
         inertia = FIRST_INERTIA * (1 - done)
         means[0] = _mean(target - basis(means[1]) + inertia * means[0], tables[0], temperature)
         means[1] = _mean(basis(target - means[0]) + inertia * means[1], tables[1], temperature)
-    return Pair([nearest_codes(mean, each) for mean, each in zip(means, peaks, strict=True)], peaks)
+    return Pair([nearest_codes(mean, peak) for mean, peak in zip(means, peaks, strict=True)], peaks)
 
 
 def _mean(values: Tensor, table: Tensor, temperature: float) -> Tensor:

@@ -153,4 +153,4 @@ def _fitted(target: Tensor, inner: Basis, hessian: Tensor, pair: Pair) -> list[T
     ridge = METRIC_RIDGE * torch.diag_embed(gram.diagonal(dim1=1, dim2=2))
     before = torch.cat(pair.peaks, 1).unsqueeze(2)
     peaks = torch.linalg.solve(gram + ridge, weighted_parts @ target.unsqueeze(2) + ridge @ before).squeeze(2)
-    return [each.contiguous() for each in peaks.split(widths, 1)]
+    return [factor_peaks.contiguous() for factor_peaks in peaks.split(widths, 1)]

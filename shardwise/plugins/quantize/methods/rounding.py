@@ -138,10 +138,10 @@ def clipped(
 
 def in_parts(groups: Tensor, find: Callable[[Tensor], Levels]) -> Levels:
     """The levels of groups [out, groups, size], found for ``RANGE_CHUNK`` weights at a time."""
-    found = [find(part) for part in groups.split(max(1, RANGE_CHUNK // groups[0].numel()))]
-    zeros = [part.zero for part in found if part.zero is not None]
-    scale = torch.cat([part.scale for part in found])
-    return Levels(scale, torch.cat(zeros) if zeros else None, found[0].bits, found[0].dtype)
+    levels = [find(part) for part in groups.split(max(1, RANGE_CHUNK // groups[0].numel()))]
+    zeros = [part.zero for part in levels if part.zero is not None]
+    scale = torch.cat([part.scale for part in levels])
+    return Levels(scale, torch.cat(zeros) if zeros else None, levels[0].bits, levels[0].dtype)
 
 
 def _clipped(

@@ -57,7 +57,9 @@ def _fit_json(fit: Fit, budgets: list[float]) -> dict[str, Any]:
     from shardwise.plugins.scaling.law import extrapolation
 
     law, points = fit.law, fit.points
-    vertices = [(each.flops, each.optimum[0]) for each in isoflops(points) if each.optimum is not None]
+    vertices = [
+        (isoflop.flops, isoflop.optimum[0]) for isoflop in isoflops(points) if isoflop.optimum is not None
+    ]
     predictions = []
     for budget in budgets:
         best = law.optimum(budget)
@@ -79,7 +81,7 @@ def _fit_json(fit: Fit, budgets: list[float]) -> dict[str, Any]:
         "residual": fit.residual,
         "exponent": law.exponent,
         "exponent_interval": fit.exponent_interval(),
-        "exponent_envelope": exponent([(each[0], each[1]) for each in envelope(points)]),
+        "exponent_envelope": exponent([(point[0], point[1]) for point in envelope(points)]),
         "exponent_isoflop": exponent(vertices),
         "predictions": predictions,
     }
@@ -98,13 +100,14 @@ def _fit_text(values: dict[str, Any], out: Path) -> str:
         if values[key] is not None:
             lines.append(f"  by the {name}: N ~ C^{values[key]:.3f}")
     lines.append(f"median error of the loss: {format_percent(values['residual'], 2)}")
-    for each in values["predictions"]:
-        least, most = each["parameters_interval"]
+    for prediction in values["predictions"]:
+        least, most = prediction["parameters_interval"]
         lines.append(
-            f"{each['flops']:.3g} FLOPs: {format_count(each['parameters'])} parameters"
-            f" ({format_count(least)} to {format_count(most)}) on {format_count(each['tokens'])} tokens,"
-            f" loss {each['loss']:.4f} ({each['loss_interval'][0]:.4f} to {each['loss_interval'][1]:.4f})"
+            f"{prediction['flops']:.3g} FLOPs: {format_count(prediction['parameters'])} parameters"
+            f" ({format_count(least)} to {format_count(most)})"
+            f" on {format_count(prediction['tokens'])} tokens, loss {prediction['loss']:.4f}"
+            f" ({prediction['loss_interval'][0]:.4f} to {prediction['loss_interval'][1]:.4f})"
         )
-        if each["warning"]:
-            lines.append(f"  {each['warning']}")
+        if prediction["warning"]:
+            lines.append(f"  {prediction['warning']}")
     return "\n".join([*lines, f"law: {out}, picture: {out.with_suffix('.png')}"])

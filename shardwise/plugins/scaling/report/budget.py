@@ -176,7 +176,7 @@ def budget_picture(budget: BudgetChoice, width: float = WIDE_INCHES) -> Figure:
     """Predicted loss by size in the budget; the chosen size is marked."""
     figure = Figure(figsize=(width, 0.38 * width), layout="constrained")
     axes: Any = figure.subplots()
-    sizes = sorted({*budget.neighbours, *budget.tried, budget.best}, key=lambda each: each.parameters)
+    sizes = sorted({*budget.neighbours, *budget.tried, budget.best}, key=lambda size: size.parameters)
     axes.plot(
         [size.parameters for size in sizes], [size.loss for size in sizes], "o-", color=MUTED, markersize=4
     )

@@ -34,17 +34,17 @@ def scaling_picture(points: Sequence[TrainedPoint], law: Law, width: float = WID
 
 
 def _parabolas(axes: Any, points: Sequence[TrainedPoint]) -> None:
-    found = isoflops(points)
-    colours = _colours(len(found))
-    for each, colour in zip(found, colours, strict=True):
-        sizes, losses = zip(*each.sizes, strict=True)
-        axes.plot(sizes, losses, "o", color=colour, markersize=4, label=f"{each.flops:.1e} FLOPs")
+    budgets = isoflops(points)
+    colours = _colours(len(budgets))
+    for budget, colour in zip(budgets, colours, strict=True):
+        sizes, losses = zip(*budget.sizes, strict=True)
+        axes.plot(sizes, losses, "o", color=colour, markersize=4, label=f"{budget.flops:.1e} FLOPs")
         grid = np.geomspace(sizes[0], sizes[-1], 60)
-        axes.plot(grid, np.exp(np.polyval(each.parabola, np.log(grid))), color=colour, linewidth=1.2)
-        if each.optimum is not None:
-            axes.plot(*each.optimum, "*", color=INK, markersize=9)
+        axes.plot(grid, np.exp(np.polyval(budget.parabola, np.log(grid))), color=colour, linewidth=1.2)
+        if budget.optimum is not None:
+            axes.plot(*budget.optimum, "*", color=INK, markersize=9)
     axes.set_title("IsoFLOP", loc="left", color=INK)
-    if found:
+    if budgets:
         axes.legend(fontsize=7)
 
 
@@ -54,10 +54,12 @@ def _curves(axes: Any, points: Sequence[TrainedPoint], law: Law) -> None:
         name = f"{format_count(line.parameters)} parameters"
         axes.plot(line.flops, line.losses, "o-", color=colour, markersize=3, linewidth=1.2, label=name)
     if lowest := envelope(points):
-        flops = [each[0] for each in lowest]
-        axes.plot(flops, [each[2] for each in lowest], color=INK, linewidth=2.2, alpha=0.35, label="envelope")
-        best = [law.optimum(each) for each in flops]
-        losses = [law.loss(each.parameters, each.tokens) for each in best]
+        flops = [point[0] for point in lowest]
+        axes.plot(
+            flops, [point[2] for point in lowest], color=INK, linewidth=2.2, alpha=0.35, label="envelope"
+        )
+        best = [law.optimum(budget) for budget in flops]
+        losses = [law.loss(optimum.parameters, optimum.tokens) for optimum in best]
         axes.plot(flops, losses, "--", color=ACCENT, linewidth=1.4, label="law, compute-optimal")
     else:
         axes.plot([point.flops for point in points], [point.loss for point in points], "o", color=MUTED)

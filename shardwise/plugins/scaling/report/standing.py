@@ -33,29 +33,29 @@ def standing_of(recipe: Recipe, plan: Plan) -> RunStanding | None:
     return standing(read_law(recipe.law), plan.parameters, tokens, recipe.model.vocab)
 
 
-def standing_values(found: RunStanding) -> dict[str, Any]:
+def standing_values(run_standing: RunStanding) -> dict[str, Any]:
     """The object of ``plan --json``."""
     return {
-        "law": found.law,
-        "tokens": found.run.tokens,
-        "tokens_per_parameter": found.run.tokens_per_parameter,
-        "verdict": found.verdict,
-        "loss": found.loss,
+        "law": run_standing.law,
+        "tokens": run_standing.run.tokens,
+        "tokens_per_parameter": run_standing.run.tokens_per_parameter,
+        "verdict": run_standing.verdict,
+        "loss": run_standing.loss,
         "best": {
-            "parameters": found.best.parameters,
-            "tokens": found.best.tokens,
-            "loss": found.best_loss,
+            "parameters": run_standing.best.parameters,
+            "tokens": run_standing.best.tokens,
+            "loss": run_standing.best_loss,
         },
-        "warnings": list(found.warnings),
+        "warnings": list(run_standing.warnings),
     }
 
 
-def standing_sentences(found: RunStanding, outcome: Outcome | None) -> list[str]:
+def standing_sentences(run_standing: RunStanding, outcome: Outcome | None) -> list[str]:
     """The sentences of a report: the standing, and the loss that was measured at the end."""
-    said = found.sentences()
-    if found.orders <= NO_PREDICTION and outcome is not None and outcome.held_out_loss is not None:
+    said = run_standing.sentences()
+    if run_standing.orders <= NO_PREDICTION and outcome is not None and outcome.held_out_loss is not None:
         said.append(
             f"measured at the end: a validation loss of {outcome.held_out_loss:.3f},"
-            f" {format_change(outcome.held_out_loss / found.loss - 1, 1)} from the law"
+            f" {format_change(outcome.held_out_loss / run_standing.loss - 1, 1)} from the law"
         )
     return said

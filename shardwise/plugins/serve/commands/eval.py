@@ -91,11 +91,11 @@ def _tasks(
 ) -> None:
     with working(f"reading {model}"):
         from shardwise.plugins.serve.evaluating import TaskOptions, task_results
-    found = task_results(model, names, options, TaskOptions(*how))
+    results = task_results(model, names, options, TaskOptions(*how))
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(results, indent=1))
         return
-    for task, metrics in found.items():
+    for task, metrics in results.items():
         for metric, value in metrics.items():
             name, _, rest = metric.partition(" ")
             error = metrics.get(f"{name}_stderr {rest}".rstrip())
@@ -107,16 +107,16 @@ def _print_perplexity(model: Path, data: str, options: EvaluationOptions, as_jso
     with working(f"reading {model}") as progress:
         from shardwise.plugins.serve.evaluating import perplexity
 
-        found = perplexity(
+        result = perplexity(
             model, data, options, lambda done, whole: progress(f"{done:,} of {whole:,} sequences")
         )
     if as_json:
-        typer.echo(json.dumps({**vars(found), "perplexity": found.perplexity}))
+        typer.echo(json.dumps({**vars(result), "perplexity": result.perplexity}))
         return
-    equal = found.tokens == found.sequences * found.sequence_length
-    length = f"{'' if equal else 'up to '}{found.sequence_length:,} tokens"
-    read = f"{found.targets:,} targets in {found.sequences:,} sequences of {length}"
-    typer.echo(f"loss {found.loss:.4f} nats per target, perplexity {found.perplexity:.4g}, of {read}")
+    equal = result.tokens == result.sequences * result.sequence_length
+    length = f"{'' if equal else 'up to '}{result.sequence_length:,} tokens"
+    read = f"{result.targets:,} targets in {result.sequences:,} sequences of {length}"
+    typer.echo(f"loss {result.loss:.4f} nats per target, perplexity {result.perplexity:.4g}, of {read}")
 
 
 def _print_preferences(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:

@@ -157,8 +157,8 @@ def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
 
 def _adapter_name(folder: Path) -> str:
     """The last part of its path; the run's name for a folder ``RUN/adapter``."""
-    place = folder.resolve()
-    return place.parent.name if place.name == "adapter" else place.name
+    path = folder.resolve()
+    return path.parent.name if path.name == "adapter" else path.name
 
 
 def _stream(served: ServedModel, wanted: list[Request], asked: str) -> None:
@@ -169,16 +169,16 @@ def _stream(served: ServedModel, wanted: list[Request], asked: str) -> None:
 
 
 def _print_answers(served: ServedModel, wanted: list[Request], asked: Sequence[str], batch: int) -> None:
-    for place, text, _ in _whole_answers(served, wanted, batch):
-        request = wanted[place]
+    for index, text, _ in _whole_answers(served, wanted, batch):
+        request = wanted[index]
         name = "" if request.adapter is None else f" · {request.adapter}"
-        typer.echo(f"── {place + 1}{name} ──\n{asked[place]}{text}\n")
+        typer.echo(f"── {index + 1}{name} ──\n{asked[index]}{text}\n")
 
 
 def _print_json(served: ServedModel, wanted: list[Request], asked: Sequence[str], batch: int) -> None:
-    for place, text, end in _whole_answers(served, wanted, batch):
-        request = wanted[place]
-        said = {"request": place + 1, "adapter": request.adapter, "prompt": asked[place]}
+    for index, text, end in _whole_answers(served, wanted, batch):
+        request = wanted[index]
+        said = {"request": index + 1, "adapter": request.adapter, "prompt": asked[index]}
         typer.echo(json.dumps({**said, "text": text, "end": end}, ensure_ascii=False))
 
 
