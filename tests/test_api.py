@@ -74,6 +74,7 @@ def never(*arguments: Any) -> NoReturn:
     raise AssertionError("ranks were started")
 
 
+@pytest.mark.long
 def test_a_run_is_trained_exported_merged_and_quantized_in_silence(
     recipe: api.Recipe,
     plan: api.Plan,

@@ -28,6 +28,8 @@ from tests.rows.table import read
 
 # Without gradients and optimizer state the same model takes so little that the resident set's noise is 5 % of it.
 WIDER = {"layers": 6, "width": 768, "heads": 12, "kv_heads": 4, "ffn": 2048}
+SLOW = ("bf16", "fp8")
+"""Precisions that most CPUs emulate: half a minute each."""
 KNOWN = 0.08
 """How far off the rows may be that are known to be; others 5 %."""
 
@@ -56,7 +58,12 @@ def memory_cases() -> Iterator[Any]:
     for case in (case for name in memory.TABLES for case in read(name).cases()):
         [row] = case.values
         reason = known_difference(row)
-        marks = (*case.marks, *([pytest.mark.xfail(reason=reason, raises=AssertionError)] if reason else []))
+        emulated = [pytest.mark.long] if row["precision"] in SLOW else []
+        marks = (
+            *case.marks,
+            *emulated,
+            *([pytest.mark.xfail(reason=reason, raises=AssertionError)] if reason else []),
+        )
         # Some rows of `make test-all` take so little memory that half the activations would drown in noise.
         tokens = 192 if case.marks else 96
         # One step of emulated fp8 leaves 5 % less resident than planned.

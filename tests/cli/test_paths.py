@@ -72,15 +72,12 @@ def used(shell: Shell, run_folder: Path, out: Path, where: Path) -> list[Done]:
     return [shell.run(*words, folder=where) for words in commands]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "move"),
     [
-        ("full", "the project"),
-        *(pytest.param("full", move, marks=pytest.mark.long) for move in ("nothing", "the run")),
-        *(
-            pytest.param("lora", move, marks=pytest.mark.long)
-            for move in ("nothing", "the run", "the project")
-        ),
+        *(("full", move) for move in ("nothing", "the run", "the project")),
+        *(("lora", move) for move in ("nothing", "the run", "the project")),
     ],
 )
 def test_a_run_works_from_any_folder_and_after_a_move(

@@ -66,7 +66,6 @@ SOME = tuple(map(own.name_of, (own.CountsInGroup, own.ListsOfMatrices)))
 COUNTING = tuple(map(own.name_of, (own.CountsInGroup, own.CountsInAttributes, own.CountsInState)))
 READ_BY_HOST = "torch.optim:NAdam"
 QUICK = {
-    "alone": (*SOME, READ_BY_HOST),
     "zero 3": (*SOME, *COUNTING[1:], READ_BY_HOST),
     "tensor": SOME,
     "stages": SOME,
@@ -483,6 +482,7 @@ def test_planned_state_is_the_state_that_a_run_has(
         assert ledger.optimizer_state == real[name], name
 
 
+@pytest.mark.long
 def test_the_planner_leaves_out_layouts_that_cannot_train(remembered_trials: None) -> None:
     """Memory speaks for ZeRO, but Prodigy and its kin need all parameters on every rank."""
     few_activations = {"activation_checkpointing": "full", "loss": "chunked"}

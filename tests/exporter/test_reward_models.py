@@ -137,6 +137,7 @@ def started(recipe: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.long
 def test_a_reward_model_goes_on(tmp_path: Path, pool: Pool) -> None:
     """From a folder with a score; from an adapter with one; and from an adapter of a plain fine-tuning run."""
     base, run = causal_folder(tmp_path / "base", "Qwen2"), tmp_path / "run"

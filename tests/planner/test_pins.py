@@ -103,6 +103,7 @@ def test_digits_are_not_dropped() -> None:
     assert not answer.unpin
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("pins_alone")
 def test_states_and_micro_batch_make_room_for_what_is_dropped() -> None:
     """Without recomputation, the strategy fits only with its states divided or with a smaller micro-batch."""

@@ -114,6 +114,7 @@ def test_host_and_disk_are_those_of_the_rank_that_takes_most(tmp_path: Path) -> 
     assert plan.host.bytes == max(found.host.total for found in each)
 
 
+@pytest.mark.long
 def test_what_is_pinned_is_kept() -> None:
     plan = planned(recipe(zero_stage=3, micro_batch_size=2), compare=True)
     assert plan.strategy[ZERO_STAGE] == 3 and plan.strategy[MICRO_BATCH_SIZE] == 2

@@ -320,6 +320,7 @@ def test_a_shortened_prediction_of_a_stage_is_the_whole_one(schedule: str) -> No
         assert short.cost.flops == whole.cost.flops
 
 
+@pytest.mark.long
 def test_a_plan_shows_the_worst_stage_and_predicts_all_of_them() -> None:
     recipe = small(4, pipeline_parallel=2)
     plan = plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster), compare=False)

@@ -86,6 +86,7 @@ def test_packed_records_train_on_two_ranks_as_on_one(
     agree(parity, small(tmp_path, True, SMALL), "fp64", *names)
 
 
+@pytest.mark.long
 def test_packed_records_in_divided_rows_of_a_divided_model(parity: Parity, tmp_path: Path) -> None:
     recipe = small(tmp_path, True, SMALL)
     parity.all_pass(*(Trial(recipe, 4, {"precision": "fp64", **settings}) for settings in FOUR))

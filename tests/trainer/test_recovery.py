@@ -330,6 +330,7 @@ def test_resumed_in_the_middle_of_it_all_it_is_the_same_run(
     assert curve(tmp_path) == curve(rewound[0])
 
 
+@pytest.mark.long
 def test_without_snapshots_it_goes_back_to_the_last_checkpoint(trained: Trained, tmp_path: Path) -> None:
     [seen, _] = trained(Case({}, "corrupted", checkpoint=9), tmp_path)
     [event] = events(tmp_path, "rewind")

@@ -126,6 +126,7 @@ def test_scaled_rates_and_schedules_are_the_reference_s_too(
         assert verdict.passed, verdict
 
 
+@pytest.mark.long
 def test_adaptive_clipping_is_the_reference_s_too(
     folders: dict[str, Path], pool: Pool, tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def test_stages_and_parts_of_sequences_are_refused_with_the_auxiliary_loss(saved
     assert "auxiliary loss" in blueprint.context_parallel_obstacle(model)
 
 
+@pytest.mark.long
 @pytest.mark.plan
 def test_blocks_are_not_compiled_with_the_auxiliary_loss(saved: Any) -> None:
     """A long run is planned without; a recipe that pins it is refused in one line."""

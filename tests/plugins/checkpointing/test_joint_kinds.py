@@ -127,6 +127,7 @@ def test_sqrt_of_64_blocks() -> None:
     assert 0.25 < costs.extra_flops(sqrt, none) <= 0.334
 
 
+@pytest.mark.long
 def test_recursive_costs_what_its_runs_cost() -> None:
     """Of 6 blocks with 1 input, t = 15: 5 passes are the first forward pass, 10 are more than the runs of `full`."""
     full, poor = costs.counted("full"), costs.counted("recursive:1")

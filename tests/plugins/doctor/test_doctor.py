@@ -295,6 +295,7 @@ def test_copy_bandwidth_counts_both_ways(monkeypatch: pytest.MonkeyPatch) -> Non
     assert speed.copy_bandwidth(torch.device("cpu"), size=4 * MiB) == 2 * 4 * MiB / 0.5
 
 
+@pytest.mark.long
 def test_two_processes_communicate() -> None:
     link = speed.link_speed(2)
     assert link.processes == 2 and link.bandwidth > 1e6 and 0 < link.latency < 1

@@ -66,6 +66,7 @@ def test_wrong_arguments_are_one_line(arguments: list[str], capsys: pytest.Captu
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.long
 def test_checkpointing_is_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     """A recomputed block keeps its input alone, in bf16 and of the model's width; the rest grows with the tokens."""
     shape = PRESETS["tiny"]

@@ -32,7 +32,6 @@ from shardwise.technique import SETTINGS
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_tokenizer
 from tests.harness.plans import small_plan
-from tests.harness.tiers import quick
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '</s>' }}{% endgeneration %}"
@@ -232,7 +231,8 @@ def _refuses_options_of_another_run(shell: Shell, method: str) -> None:
         (Path("elsewhere") / folder).rename(folder)
 
 
-@pytest.mark.parametrize("method", quick(["lora", "full"], "lora"))
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_small_model_learns_conversations_in_one_command(
     method: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,12 +246,11 @@ def losses_alone(name: str, pool: Pool) -> list[float]:
     return pool.run(2, trained, mixed({"precision": "fp64"}, adam(name)), 2)[0][0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "optimizer"),
-    [
-        pytest.param(*mix, id=name, marks=[pytest.mark.long] * (name != "ring"))
-        for mix, name in zip(MIXES, ("tensor", "gathered", "regathered", "ulysses", "ring"), strict=True)
-    ],
+    MIXES,
+    ids=["tensor", "gathered", "regathered", "ulysses", "ring"],
 )
 def test_beside_other_techniques_it_trains_as_it_does_alone(
     settings: dict[str, Any], optimizer: dict[str, Any], pool: Pool

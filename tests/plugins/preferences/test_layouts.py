@@ -146,8 +146,9 @@ def test_first_values_of_modules_that_are_trained_in_full(tmp_path: Path, parity
     parity.all_pass(*trials(recipe, 2, [mix | {"reference": "adapter_off"} for mix in mixes]))
 
 
-@pytest.mark.parametrize("all_mixes", quick([False, True], False), ids=["some", "all"])
-@pytest.mark.parametrize("name", quick(["ipo", "orpo", "simpo", "cpo", "reward", "kto"], "kto"))
+@pytest.mark.long
+@pytest.mark.parametrize("all_mixes", [False, True], ids=["some", "all"])
+@pytest.mark.parametrize("name", ["ipo", "orpo", "simpo", "cpo", "reward", "kto"])
 def test_other_objectives(name: str, all_mixes: bool, tmp_path: Path, parity: Parity) -> None:
     """A ring takes padded rows alone."""
     packed = recipe_for(tmp_path, name)

@@ -92,6 +92,7 @@ def test_a_law_of_subwords_does_not_predict_bytes(gpt_3: Plan) -> None:
     assert "is not that of bytes" in found.warnings[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", quick([1.0, 0.25], 0.25), ids=["text", "answers to prompts"])
 def test_the_noise_of_a_run_advises_the_batch_size(share: float, plan: Plan, make_run: MakeRun) -> None:
     """|G|^2 = 1 and S = 4 steps' targets. The batch of 8 sequences is a quarter of the noise scale."""

@@ -101,6 +101,7 @@ def test_the_most_requests_that_fit_are_counted(batch: int, room: float) -> None
             refuse_unfit_serving(plan)
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_quantized_folder(tmp_path / "model", scheme_of("w4a16-g16"))
     asked = ["plan", str(tmp_path / "model"), "--serve", "--context", "32", "--batch", "2"]

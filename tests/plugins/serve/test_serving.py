@@ -35,6 +35,7 @@ from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 from shardwise.verifier.reference import reference_model
+from tests.harness.tiers import quick
 
 torch.set_num_threads(1)
 
@@ -161,7 +162,7 @@ def test_a_batch_with_a_cache_reads_as_each_text_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("context", [None, 24], ids=["endless", "moving window"])
+@pytest.mark.parametrize("context", quick([None, 24], 24), ids=["endless", "moving window"])
 def test_texts_do_not_depend_on_cache_or_company(family: str, context: int | None) -> None:
     """Some end early, some move their window while others do not."""
     served = ServedModel(native(family, context))
