@@ -228,6 +228,7 @@ def test_auto_is_this_machine() -> None:
     assert cluster_named("2x8xH100-80GB") == {"preset": "2x8xH100-80GB"}
 
 
+@pytest.mark.long
 def test_objects_of_python_are_planned_and_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In processes of their own: classes of this module, a closure and a callback object travel."""
     heard = tmp_path / "heard"

@@ -217,6 +217,7 @@ def test_a_faster_optimizer_is_named_where_the_plan_offloads() -> None:
     )
 
 
+@pytest.mark.long
 def test_eight_bit_moments_are_a_remedy_of_adamw_alone(roomy: FitAdvice) -> None:
     by_name = {each.remedy.name: each for each in roomy.outcomes}
     assert by_name["8-bit AdamW"].overrides[0] == "optimizer.name=adamw_8bit"

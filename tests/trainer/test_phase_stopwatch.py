@@ -62,6 +62,7 @@ def test_a_step_s_phases_and_its_communication(pool: Pool) -> None:
     assert 0 < sum(found.seconds.values()) < spent[BEFORE] + spent[BEFORE + 1]
 
 
+@pytest.mark.long
 def test_phases_are_medians_as_the_step_is(pool: Pool) -> None:
     """A step that was disturbed moves neither: together the phases are no longer than the typical step."""
     for slow in (BEFORE, BEFORE + 2):  # the first one whose phases are timed, and one of communication

@@ -30,9 +30,9 @@ def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=[pytest.param("filled", marks=pytest.mark.long)])
 def exploration(recipe_path: Path) -> Exploration:
-    """All singles and some pairs of changes, on all devices of the kind. Session-wide: it takes seconds."""
+    """All singles and some pairs of changes, on all devices of the kind. Session-wide: it takes minutes."""
     with pytest.MonkeyPatch.context() as patched:
         explored = Exploration(recipe_path, [], "small")
         patched.setattr(grid, "MOST_POINTS", GROUPS * len(explored.devices))

@@ -31,7 +31,6 @@ from shardwise.recipe.load import parse_recipe
 from shardwise.report.record import read_run
 from shardwise.technique import SETTINGS
 from tests.harness.browser import Browser, browser
-from tests.harness.tiers import quick
 
 pytestmark = pytest.mark.plan
 
@@ -53,7 +52,7 @@ def fresh_plan(recipe_text: str) -> Plan:
     return plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster), compare=False)
 
 
-@pytest.mark.parametrize("count", quick([2, 5], 2))
+@pytest.mark.parametrize("count", [2, 5])
 def test_random_points_equal_plans_of_the_copied_recipe(count: int, exploration: Exploration) -> None:
     """As many that do not fit; twice as many of the recipe's device, and of all."""
     data = exploration.data()
@@ -167,6 +166,7 @@ def test_queries_of_a_page(query: str, read: tuple[int, int, tuple[int, ...] | N
     assert asked_in(query) == read
 
 
+@pytest.mark.long
 def test_measured_figures_of_a_run(recipe_path: Path, run_folder: Path) -> None:
     """A folder's plan is explored without planning anew; of another recipe, the run's point is among the first."""
     folder = run_folder
