@@ -31,7 +31,6 @@ from shardwise.runtime.offload.host import separate_host_memory
 from shardwise.technique import broken_rules, strategy_from
 from tests.harness.covering import Row, covering_rows, few_of
 from tests.harness.pool import Pool
-from tests.harness.tiers import quick
 from tests.harness.tiny_run import MODEL, VOCAB, equal, make_run, train, whole
 
 FIRST_SCALE = 2.0**24
@@ -125,7 +124,7 @@ def differences(rows: list[Row], steps: int, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "every", [pytest.param(True, marks=pytest.mark.long, id="pairs"), pytest.param(False, id="values")]
 )
-@pytest.mark.parametrize("world_size", quick([1, 2], 2))
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_trains_as_without_offload(world_size: int, every: bool, pool: Pool, tmp_path: Path) -> None:
     """Weights, moments, step counts and loss scale after some steps, pairwise over all that an update depends on."""
     rows = [row for row in (ROWS if every else FEW) if row["world_size"] == world_size]
