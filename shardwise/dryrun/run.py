@@ -177,7 +177,8 @@ def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clus
     with fake_world(rank, world_size), separate_host_memory(not target.is_host):
         site = assemble(recipe, blueprint, strategy, world_size, "cpu", depth)
         if (pipeline := site.options.place) is not None:
-            site.options.place = pipeline = pipeline.reduced(reduced)
+            pipeline = pipeline.reduced(reduced)
+            site.options.place = pipeline
         elements, even = weights_in(site.view.model), _is_even(site)
         modules, fake = RunningModule(site.view.model), StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)

@@ -37,7 +37,7 @@ class Costs:
 def costs_of(blueprint: Blueprint, sequence_length: int) -> Costs:
     """Count a model of two blocks. The blueprint's depth must not be None."""
     first, second, end = _forward_flops(blueprint, sequence_length, depth=2)
-    block = second - first
+    block = second - first  # FLOPs before each block are counted, so the difference is one block alone
     return Costs(block, end - 2 * block)
 
 

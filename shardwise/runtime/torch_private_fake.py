@@ -110,9 +110,11 @@ class StaticFakeMode(FakeTensorMode):
     def _remember(self, key: tuple[Any, ...], func: Any, output: Any, args: Any, kwargs: Any) -> None:
         """Keep the results of an operation that PyTorch does not cache, unless it has changed an argument's shape."""
         several = type(output) if isinstance(output, list | tuple) else None
-        made = [_produced(result, args, kwargs) for result in (output if several else (output,))]
-        if all(result is not None for result in made) and self._key(func, args, kwargs) == key:
-            self._results[key] = _Known(several, tuple(result for result in made if result is not None), {})
+        results = [_produced(result, args, kwargs) for result in (output if several else (output,))]
+        if all(result is not None for result in results) and self._key(func, args, kwargs) == key:
+            self._results[key] = _Known(
+                several, tuple(result for result in results if result is not None), {}
+            )
 
     def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, hashed_by_id: list[Any]) -> None:
         described: list[Any] = []

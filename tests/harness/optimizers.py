@@ -12,6 +12,11 @@ FACTORIES = {"Muon": "tests.harness.optimizers:muon_and_adamw", "Adafactor": "to
 """For ``optimizer.factory`` of a recipe."""
 
 
+def rmsprop(named: list[tuple[str, nn.Parameter]], lr: float = 1e-3) -> list[torch.optim.Optimizer]:
+    """RMSprop that does not amplify rounding: with its own eps of 1e-8 it divides rounding errors by their own size."""
+    return [torch.optim.RMSprop([p for _, p in named], lr=lr, eps=1e-2)]
+
+
 def muon_and_adamw(named: list[tuple[str, nn.Parameter]], lr: float = 1e-3) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of blocks, AdamW for the others, as torch's documentation of Muon has it."""
     matrices = [p for name, p in named if p.ndim == 2 and "layers" in name]

@@ -51,11 +51,11 @@ def test_a_large_error_offers_a_calibration_once(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("predicted", "measured", "words"),
     [
-        (3.4 * MiB, 1.3 * MiB, "within the 4.00 MiB that a process varies by"),
+        (3.4 * MiB, 1.3 * MiB, "less than 4.00 MiB off"),
         (101 * MiB, 100 * MiB, "1.0 % too high"),
         (30 * MiB, 36 * MiB, "16.7 % too low"),
         (3.4 * MiB, 0, "–"),
     ],
 )
-def test_an_error_of_noise_has_no_percentage(predicted: float, measured: float, words: str) -> None:
+def test_an_error_of_few_bytes_has_no_percentage(predicted: float, measured: float, words: str) -> None:
     assert peak_error(predicted, measured) == words

@@ -167,18 +167,18 @@ class _ChainPass:
         while self.kept[-1][0] > index:
             self.kept.pop()
         start, kept_tensors = self.kept[-1]
-        returned = [kept.tensor() for kept in kept_tensors]
+        outputs = [kept.tensor() for kept in kept_tensors]
         if 0 < start == index:
             self.kept.pop()
         free = self.chain.inputs - len(self.kept) + 1
         keep = {start + step for step in kept_inputs(index - start + 1, free)}
         for at in range(start, index):
-            returned = self._passed(at, returned)
+            outputs = self._passed(at, outputs)
             if at < index - 1:  # the backward pass needs the weights of the block before next
                 fsdp_reshard(self.chain.members[at])
             if at + 1 in keep and at + 1 < index:
-                self.kept.append((at + 1, [KeptTensor.of(tensor) for tensor in returned]))
-        return returned
+                self.kept.append((at + 1, [KeptTensor.of(tensor) for tensor in outputs]))
+        return outputs
 
     def _passed(self, at: int, returned: list[Tensor]) -> list[Tensor]:
         """What a block returns, without a graph, in tensors that require a gradient where the first run's did."""

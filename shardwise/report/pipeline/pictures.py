@@ -85,10 +85,8 @@ def side_by_side(pipeline: Timetable, width: float = WIDE_INCHES) -> Figure:
     """Steps under every schedule, by the plan's seconds, with what ranks wait and hold."""
     count = min(pipeline.micro_batches, COMPARED_MICRO_BATCHES)
     # The naive schedule is so long that the others would look small next to it.
-    compared = [
-        candidate for candidate in SCHEDULE_NAMES if candidate != "naive" or candidate == pipeline.schedule
-    ]
-    until = max(pipeline.played(candidate, count, COMPARED_STEPS).end for candidate in compared)
+    compared = [name for name in SCHEDULE_NAMES if name != "naive" or name == pipeline.schedule]
+    until = max(pipeline.played(name, count, COMPARED_STEPS).end for name in compared)
     charts = []
     for schedule in SCHEDULE_NAMES:
         stages_per_rank = pipeline.stages_of(schedule)
