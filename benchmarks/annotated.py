@@ -74,20 +74,18 @@ def model_of(row: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def data_of(row: Mapping[str, str], folder: str) -> dict[str, Any]:
-    """``data:`` of a recipe. Pairs of preferences are of 4,000 bytes, so that they fill packed sequences."""
-    data: dict[str, Any] = {"sequence_length": int(row["sequence_length"])}
-    if not row["objective"]:
-        return data
-    source = Path(folder) / "pairs.jsonl"
+def packed_pairs(folder: Path, length: int) -> dict[str, Any]:
+    """``data:`` of a recipe with pairs of preferences of 4,000 bytes, which fill packed sequences."""
+    source = folder / "pairs.jsonl"
     pairs = [{"prompt": f"{number} ", "chosen": "a" * 2000, "rejected": "b" * 2000} for number in range(64)]
     source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
-    return {**data, "source": str(source), "format": "preference", "packing": True}
+    return {"sequence_length": length, "source": str(source), "format": "preference", "packing": True}
 
 
 def recipe_for(row: Mapping[str, str], folder: str) -> Recipe:
     """The recipe of a row, with every setting pinned. Its data is written in ``folder``."""
     tensor, loss = int(row["tensor"]), row["loss"]
+    length = int(row["sequence_length"])
     settings: dict[str, Any] = {
         "precision": "bf16",
         "zero_stage": int(row["zero_stage"]),
@@ -106,7 +104,7 @@ def recipe_for(row: Mapping[str, str], folder: str) -> Recipe:
     adapter = {"adapter": {"rank": int(rank), "alpha": 32.0, "targets": "all"}} if rank else {}
     values = {
         "model": model_of(row),
-        "data": data_of(row, folder),
+        "data": packed_pairs(Path(folder), length) if row["objective"] else {"sequence_length": length},
         "steps": 2,
         "batch_size": int(row["batch"]),
         "cluster": {"device": row["device"], "devices_per_node": int(row["devices"])},

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from annotated import packed_pairs
 from machine import described
 
 from shardwise.core.units import GiB
@@ -180,6 +181,24 @@ ROWS: tuple[Mapping[str, Any], ...] = (
         "gib": 49,
         "seconds": None,
     },
+    {
+        "name": "ms-swift rlhf/dpo/moe.sh, Megatron, DPO, TP 4 x EP 8, 8 GPUs",
+        "model": QWEN,
+        "cluster": "8xH100-80GB",
+        "length": 8192,
+        "batch": 4,
+        "objective": "dpo",
+        "strategy": {
+            "zero_stage": 1,
+            "tensor_parallel": 4,
+            "expert_parallel": 8,
+            "activation_checkpointing": "full",
+            "reference": "copy",
+            "offload": "optimizer+parameters",
+        },
+        "gib": 46,
+        "seconds": 13.0,
+    },
 )
 
 
@@ -190,13 +209,16 @@ def predicted(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
         model = {"hf": str(folder)}
     settings = strategy_from({"precision": "bf16", **row["strategy"]})
+    length, objective = row["length"], row.get("objective")
     values = {
         "model": model,
-        "data": {"sequence_length": row["length"]},
+        "objective": objective or "next_token",
+        "data": packed_pairs(folder, length) if objective else {"sequence_length": length},
         "steps": 2,
         "batch_size": row["batch"],
         "cluster": {"preset": row["cluster"]},
         "adapter": row.get("adapter"),
+        **({"objective": objective} if objective else {}),
         "strategy": dict(settings.values),
     }
     recipe = recipe_of(values, SETTINGS)

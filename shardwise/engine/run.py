@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -314,3 +314,26 @@ class Run(LiveModel):
 
     passes: ForwardBackward
     update: OptimizerStep
+
+    def enlarged(self, used: Tensor | None) -> str:
+        """Enlarge the capacity if a step exceeded it and must be run again; the change in words, "" if it did not.
+
+        Waits for the device.
+        """
+        capacity = self.options.capacity
+        if capacity is None or used is None or float(used) <= 1:
+            return ""
+        self.update.void = None
+        return capacity.enlarge(float(used))
+
+    def exceeded(self) -> bool:
+        """Whether passes without an update exceeded the capacity, which is then enlarged. Waits for the device."""
+        if self.options.capacity is None:
+            return False
+        self.update.see_capacity()
+        return bool(self.enlarged(self.update.capacity_used))
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        """Within it the capacity is all that can be asked for, and its use does not count."""
+        capacity = self.options.capacity
+        return nullcontext() if capacity is None else capacity.unlimited()

@@ -58,6 +58,12 @@ class Sampler(Protocol):
     def local_batch(self, batch: Batch) -> Batch:
         """The part of a micro-batch of this share that the model runs on."""
 
+    def exceeded(self) -> bool:
+        """Whether passes left out tokens of experts for lack of room, and must be run again; there is more room now."""
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        """Within it there is room for all tokens of experts."""
+
 
 class Prompts(Protocol):
     """What completions are sampled for."""

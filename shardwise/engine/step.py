@@ -76,26 +76,6 @@ def _expert_load(run: Run, skipped: Tensor) -> Tensor | None:
     return load
 
 
-def enlarged(run: Run, used: Tensor | None) -> str:
-    """Enlarge the capacity if a step exceeded it and must be run again; the change in words, "" if it did not.
-
-    Waits for the device.
-    """
-    capacity = run.options.capacity
-    if capacity is None or used is None or float(used) <= 1:
-        return ""
-    run.update.void = None
-    return capacity.enlarge(float(used))
-
-
-def exceeded(run: Run) -> bool:
-    """Whether passes without an update exceeded the capacity, which is then enlarged. Waits for the device."""
-    if run.options.capacity is None:
-        return False
-    run.update.see_capacity()
-    return bool(enlarged(run, run.update.capacity_used))
-
-
 def loads(run: Run, result: StepResult) -> dict[str, Any]:
     """Measures of the objective, and of a load that depends on the data, as ``StepRecord`` names them.
 

@@ -21,7 +21,7 @@ from shardwise.data.epochs import with_steps
 from shardwise.engine.build import build
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.seeding import seed_step
-from shardwise.engine.step import StepResult, end_step, enlarged
+from shardwise.engine.step import StepResult, end_step
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan, refuse_unfit
@@ -110,7 +110,7 @@ class Session:
         if self._loss is None:
             raise RuntimeError("step() without forward_backward() before it")
         result = end_step(self._run, self._tokens, self._loss)
-        while done := enlarged(self._run, result.capacity_used):
+        while done := self._run.enlarged(result.capacity_used):
             say(done)
             result = end_step(self._run, self._tokens, self.forward_backward(self._batch))
         tokens = self._state.tokens + int(result.tokens)

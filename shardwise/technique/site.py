@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,6 +98,9 @@ class Capacity(Protocol):
 
     def imbalance(self, used: float) -> float:
         """The load relative to a balanced one."""
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        """Within it there is room for any load, and its use does not count."""
 
     def enlarge(self, used: float) -> str:
         """Make room for this share and a little more, on every rank alike; the change in words."""

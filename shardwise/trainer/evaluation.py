@@ -11,7 +11,6 @@ from shardwise.core import heartbeat
 from shardwise.core.errors import RecipeError
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import share_buffers
-from shardwise.engine.step import exceeded
 from shardwise.engine.train_state import Best
 from shardwise.model.blueprint import Batch
 from shardwise.recipe.sections import Recipe
@@ -28,7 +27,7 @@ def evaluate(run: Run, batches: Sequence[Batch], predictions: Predictions | None
     share_buffers(run)
     run.model.eval()
     total = run.passes.evaluate(_Marked(batches, predictions))
-    while exceeded(run):
+    while run.exceeded():
         total = run.passes.evaluate(_Marked(batches, predictions))
     run.model.train()
     loss_sum, targets = total.tolist()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.run import Run
-from shardwise.engine.step import StepResult, enlarged
+from shardwise.engine.step import StepResult
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.offload.host import host_copy
@@ -59,7 +59,7 @@ class RunAgain(Exception):
 
 def require_capacity(run: Run, issued: IssuedStep) -> None:
     """Raise RunAgain if the step needed more room than there was."""
-    if done := enlarged(run, issued.result.capacity_used):
+    if done := run.enlarged(issued.result.capacity_used):
         say(f"step {issued.index + 1}: {done}")
         raise RunAgain
 

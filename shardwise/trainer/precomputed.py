@@ -29,7 +29,6 @@ from shardwise.data.added_values import AddedValues
 from shardwise.data.batches import TRAIN, batch_of, deal
 from shardwise.data.dataset import Dataset
 from shardwise.engine.run import Run
-from shardwise.engine.step import exceeded
 from shardwise.model.blueprint import Batch
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.offload.host import to_device
@@ -98,7 +97,7 @@ def _passed(run: Run, dataset: Dataset, numbers: Sequence[int]) -> Iterator[list
         for name, part in run.objective.precomputed().items():
             parts = list(map(part, batches))
             results = run.passes.forward_only(parts, function)
-            while exceeded(run):  # the room of experts
+            while run.exceeded():  # the room of experts
                 results = run.passes.forward_only(parts, function)
             mine[name] = dict(_by_sample(indices, batches, results))
         heartbeat.mark()

@@ -8,6 +8,7 @@ It runs in fp32, or in fp64 if the strategy does. mixed_precision.py is its like
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -102,6 +103,12 @@ class PlainRank:
 
     def local_batch(self, batch: Batch) -> Batch:
         return self.objective.rows(batch)
+
+    def exceeded(self) -> bool:
+        return False
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def train_reference(

@@ -31,7 +31,7 @@ from shardwise.engine.run import Run
 from shardwise.engine.sampling import PositionedBatches, SamplingObjective
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.seeding import seed_step
-from shardwise.engine.step import enlarged, step
+from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.section import Arguments
@@ -162,7 +162,7 @@ def trained(run: Run, batches: PositionedBatches, steps: int) -> tuple[TrainedSt
     seen = []
     for index in range(steps):
         result = None
-        while result is None or enlarged(run, result.capacity_used):
+        while result is None or run.enlarged(result.capacity_used):
             seed_step(run.recipe.seed, index, run.random_rank)
             result = step(run, source.micro_batches(index), learning_rate(run.recipe, index))
         seen.append(TrainedStep(float(result.loss), float(result.grad_norm), bool(result.skipped)))

@@ -1,8 +1,9 @@
 """Completions of prompts, sampled from the model that is being trained, as it is divided over the ranks.
 
-The model runs token by token with the readers and caches of ``plugins/serve``. All ranks run the same number of passes:
-a sharded model gathers its weights in each of them. So a pass runs while any rank has an unfinished completion; the
-ranks agree on that every ``AGREED_EVERY`` tokens.
+The model runs token by token with the readers and caches of ``plugins/serve``. All ranks run the same passes of as
+many tokens: a sharded model gathers its weights in each of them, and ranks exchange the tokens of experts. So prompts
+are padded to the longest of all ranks, and a pass runs while any rank has an unfinished completion; the ranks agree on
+that every ``AGREED_EVERY`` tokens.
 
 A token is chosen by inverting the distribution function at one uniform number. The numbers of a completion come from a
 counter-based generator (Philox) with the key (seed, step) and the counter (prompt, sample). So a completion depends
@@ -14,7 +15,8 @@ training, too (``tempered``). Refused: top-k and top-p, whose log-probabilities 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -57,25 +59,42 @@ def generate(
     """
     (n, longest), device, texts = uniform.shape, live.device, [list(prompt) for prompt in prompts]
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
-    with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
+    with _sampling(live, temperature):
         reader, tokens, logs = _reader(live), list[Tensor](), list[Tensor]()
+        logits = reader.begin(texts, [BASE] * n, longest, _largest(max(map(len, texts)), device))
         lengths = torch.zeros(n, dtype=torch.int64, device=device)
         ended = torch.zeros(n, dtype=torch.bool, device=device)
         for index in range(longest):
-            logits = reader.follow(tokens[-1]) if tokens else reader.begin(texts, [BASE] * n, longest)
+            if index:
+                logits = reader.follow(tokens[-1])
             chosen, log = sampled(logits, uniform[:, index])
             tokens.append(chosen)
             logs.append(log)
             lengths += ~ended
             ended |= torch.isin(chosen, ending)
             heartbeat.mark()
-            if index % AGREED_EVERY == AGREED_EVERY - 1:
-                going_on = (~ended).any().to(torch.int32)
-                dist.all_reduce(going_on, dist.ReduceOp.MAX)
-                if not int(going_on):
-                    break
+            if index % AGREED_EVERY == AGREED_EVERY - 1 and not _largest(~ended.all(), device):
+                break
     rows = zip(torch.stack(tokens, 1).tolist(), torch.stack(logs, 1).cpu(), lengths.tolist(), strict=True)
     return [Completion(own[:length], log[:length]) for own, log, length in rows]
+
+
+def _largest(number: int | Tensor, device: torch.device) -> int:
+    """The largest of all ranks' numbers. Waits for the devices."""
+    whole = torch.as_tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(whole, dist.ReduceOp.MAX)
+    return int(whole)
+
+
+@contextmanager
+def _sampling(live: Sampler, temperature: float) -> Iterator[None]:
+    """Within it logits are divided by the temperature. Few tokens, as of one pass, may all have the same expert."""
+    with (
+        in_evaluation(live.model),
+        live.unlimited(),
+        tempered(live.blueprint.output(live.model), temperature),
+    ):
+        yield
 
 
 def _reader(live: Sampler) -> Reader:
@@ -89,7 +108,7 @@ def rehearse(
 ) -> None:
     """What ``generate`` allocates and computes at most, on fake tensors."""
     uniform = torch.zeros(rows, dtype=torch.float64, device=live.device)
-    with in_evaluation(live.model), tempered(live.blueprint.output(live.model), temperature):
+    with _sampling(live, temperature):
         rehearse_reading(
             _reader(live), (rows, prompt, longest), lambda logits: sampled(logits, uniform)[0], repeated
         )

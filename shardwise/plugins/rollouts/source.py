@@ -165,7 +165,10 @@ class Rollouts:
         size = len(tables["labels"])
         batches = self.micro_batches({**tables, "row": torch.arange(size)}, range(size))
         present, rows = (torch.cat([batch[name] for batch in batches]) for name in ("present", "row"))
-        results = compute(self.run.passes, [self.run.local_batch(batch) for batch in batches])
+        local = [self.run.local_batch(batch) for batch in batches]
+        results = compute(self.run.passes, local)
+        while self.run.exceeded():
+            results = compute(self.run.passes, local)
         values = torch.cat([result for result in results if result is not None])
         return self._shared(values[present.bool()], rows[present.bool()], size)
 

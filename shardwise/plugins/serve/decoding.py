@@ -32,8 +32,8 @@ class Reader(ABC):
         self.device = next(model.parameters()).device
 
     @abstractmethod
-    def begin(self, texts: list[list[int]], adapters: list[str], more: int) -> Tensor:
-        """Logits [b, vocab] after the texts, which may grow by ``more`` tokens."""
+    def begin(self, texts: list[list[int]], adapters: list[str], more: int, length: int = 0) -> Tensor:
+        """Logits [b, vocab] after the texts, which may grow by ``more`` tokens, padded to ``length`` at least."""
 
     @abstractmethod
     def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -61,13 +61,16 @@ class Again(Reader):
         self._blueprint = blueprint
         self._texts: list[list[int]] = []
         self._adapters: list[str] = []
+        self._length = 0
 
-    def begin(self, texts: list[list[int]], adapters: list[str], more: int) -> Tensor:
+    def begin(self, texts: list[list[int]], adapters: list[str], more: int, length: int = 0) -> Tensor:
         self._texts, self._adapters = [list(text) for text in texts], list(adapters)
+        self._length = length
         return torch.stack([self._last(row) for row in range(len(texts))])
 
     def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
         tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        self._length += 1
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
         return torch.stack([self._last(row) for row in range(len(tokens))])
@@ -78,22 +81,26 @@ class Again(Reader):
 
     def skip(self, count: int) -> None:
         self._texts = [text + [0] * count for text in self._texts]
+        self._length += count
 
     def _last(self, row: int) -> Tensor:
         self.bank.select([self._adapters[row]])
-        ids = torch.tensor([self._texts[row]], device=self.device)
-        return self._blueprint.logits(self.model, ids)[0, -1]
+        text = self._texts[row]
+        padding = [0] * (self._length - len(text))  # at the end, where no token of the text attends to it
+        ids = torch.tensor([text + padding], device=self.device)
+        return self._blueprint.logits(self.model, ids)[0, len(text) - 1]
 
 
 class Cached(Reader):
     """Base of readers with a cache: texts are aligned at their ends; rows keep their adapters."""
 
-    def begin(self, texts: list[list[int]], adapters: list[str], more: int) -> Tensor:
+    def begin(self, texts: list[list[int]], adapters: list[str], more: int, length: int = 0) -> Tensor:
         self._adapters = list(adapters)
-        lengths = [len(text) for text in texts]
-        longest = max(lengths)
-        self._cache = Cache(lengths, longest + more, self._blocks())
-        ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=self.device)
+        longest = max(length, *map(len, texts))
+        padding = [longest - len(text) for text in texts]
+        self._cache = Cache(padding, longest + more, self._blocks())
+        rows = [[0] * missing + text for missing, text in zip(padding, texts, strict=True)]
+        ids = torch.tensor(rows, device=self.device)
         return self._read(ids)
 
     def follow(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -140,12 +147,12 @@ class Native(Cached):
 class Transformers(Cached):
     """For models of transformers, with their own cache; ours tracks the padding."""
 
-    def begin(self, texts: list[list[int]], adapters: list[str], more: int) -> Tensor:
+    def begin(self, texts: list[list[int]], adapters: list[str], more: int, length: int = 0) -> Tensor:
         self._theirs = own_cache(self.model)
         self._cache_argument = cache_argument(self.model)
         takes = inspect.signature(self.model.forward).parameters
         self._last_alone = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        return super().begin(texts, adapters, more)
+        return super().begin(texts, adapters, more, length)
 
     def keep(self, rows: list[int]) -> None:
         super().keep(rows)

@@ -16,13 +16,16 @@ from torch import Tensor
 
 
 class Cache:
-    """Keys and values of a batch, with one ``BlockCache`` per decoder block in ``blocks``."""
+    """Keys and values of a batch, with one ``BlockCache`` per decoder block in ``blocks``.
 
-    def __init__(self, lengths: list[int], capacity: int, blocks: int) -> None:
-        self.lengths, self.capacity = lengths, capacity
+    Args:
+        padding: tokens before each text.
+        capacity: tokens of a row, at most.
+    """
+
+    def __init__(self, padding: list[int], capacity: int, blocks: int) -> None:
+        self.padding, self.capacity = padding, capacity
         self.seen = 0
-        longest = max(lengths)
-        self.padding = [longest - length for length in lengths]
         self.mask: Tensor | None = None
         self.blocks = [BlockCache(self) for _ in range(blocks)]
 

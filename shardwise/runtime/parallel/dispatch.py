@@ -21,6 +21,8 @@ Legend: t tokens, k experts of a token, h width, E experts, R ranks, c and p cap
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,6 +72,15 @@ class Room:
 
     def imbalance(self, used: float) -> float:
         return used * self.factor
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        before = self.factor, self.used
+        self.factor, self.used = math.inf, None
+        try:
+            yield
+        finally:
+            self.factor, self.used = before
 
     def enlarge(self, used: float) -> str:
         before, self.factor = self.factor, used * self.factor * _MARGIN
@@ -244,14 +255,12 @@ class Dispatch:
 
 
 def share(x: Tensor, ranks: TPGroup) -> Tensor:
-    """This rank's share [t / ranks, ...] of tokens [t, ...] that all ranks have; its gradient is gathered."""
-    if x.shape[0] % ranks.size:
-        raise RecipeError(
-            "the tokens of a micro-batch cannot be shared out",
-            where="strategy.expert_parallel",
-            why=f"tensor_parallel {ranks.size} does not divide {x.shape[0]} tokens",
-            fix="change data.sequence_length or strategy.micro_batch_size",
-        )
+    """This rank's share [ceil(t / ranks), ...] of tokens [t, ...] that all ranks have; its gradient is gathered.
+
+    Zeros complete the last share: tokens whose results have the weight 0.
+    """
+    if missing := -x.shape[0] % ranks.size:
+        x = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
     start, stop = ranks.span(x.shape[0])
     if not x.is_floating_point():
         return x[start:stop]
@@ -260,5 +269,6 @@ def share(x: Tensor, ranks: TPGroup) -> Tensor:
 
 def whole(part: Tensor, ranks: TPGroup, tokens: int) -> Tensor:
     """All tokens [t, h], of the shares of the ranks; the gradient is this rank's share."""
-    start, stop = ranks.span(tokens)
-    return exchanged(part, ranks.all_gather, lambda x: x[start:stop].contiguous())
+    start, stop = ranks.span(part.shape[0] * ranks.size)
+    out = exchanged(part, ranks.all_gather, lambda x: x[start:stop].contiguous())
+    return out if out.shape[0] == tokens else out[:tokens]

@@ -29,7 +29,7 @@ LENGTH = 256
 ADAPTER = {"adapter": {"rank": 8, "targets": "all"}}
 
 
-def recipe_for(folder: Path, objective: str, **sections: Any) -> Recipe:
+def recipe_for(folder: Path, objective: Any, **sections: Any) -> Recipe:
     """Pairs that fill their rows; the plan counts on no shorter ones."""
     pairs = folder / "pairs.jsonl"
     answers = {side: letter * (LENGTH - 8) for side, letter in (("chosen", "a"), ("rejected", "b"))}
@@ -61,18 +61,22 @@ def measured(recipe: Recipe, settings: dict[str, Any]) -> int:
     return meter.peak.allocated
 
 
-CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     ("dpo", {"zero_stage": 3, "reference": "copy"}, {}),
+    ({"name": "dpo", "reference_quantize": "nf4"}, {"zero_stage": 3, "reference": "copy"}, {}),
     ("dpo", {"zero_stage": 3, "reference": "precomputed"}, {}),
     ("ipo", {"zero_stage": 2, "reference": "adapter_off"}, ADAPTER),
     ("kto", {"zero_stage": 3, "reference": "copy"}, {}),
+    ("orpo", {"zero_stage": 3}, {}),
+    ("simpo", {"zero_stage": 1}, {}),
+    ("cpo", {"tensor_parallel": 2}, {}),
     ("reward", {"zero_stage": 3}, {}),
 ]
 
 
-@pytest.mark.parametrize(("objective", "settings", "sections"), quick(CASES, CASES[2]), ids=str)
+@pytest.mark.parametrize(("objective", "settings", "sections"), quick(CASES, CASES[3]), ids=str)
 def test_predicted_memory_is_that_of_real_steps(
-    objective: str,
+    objective: Any,
     settings: dict[str, Any],
     sections: dict[str, Any],
     pool: Pool,

@@ -111,6 +111,30 @@ def test_every_layout_samples_the_same_completions(
         assert logs == pytest.approx(alone[row][1], abs=1e-12)
 
 
+MIXTURE: dict[str, Any] = {
+    "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "experts": 4, "experts_per_token": 2
+}  # fmt: skip
+ON_OTHER_RANKS: list[dict[str, Any]] = [
+    {"expert_parallel": 2},
+    {"expert_parallel": 2, "zero_stage": 3},
+    {"expert_parallel": 2, "tensor_parallel": 2},
+]
+
+
+@pytest.mark.parametrize("settings", quick(ON_OTHER_RANKS, ON_OTHER_RANKS[0]), ids=str)
+def test_experts_on_other_ranks_take_every_token(pool: Pool, settings: dict[str, Any]) -> None:
+    """A pass has few tokens, and all may have the same expert; prompts of ranks have other lengths.
+
+    Routers choose in sampling as in a pass over the whole text (arXiv:2510.11370).
+    """
+    alone = by_row(pool.run(1, generated, small(MIXTURE), EXACT))
+    assert pool.run(1, recomputed, small(MIXTURE), EXACT, alone)[0] < 1e-12
+    ranks = by_row(pool.run(2, generated, small(MIXTURE), {**EXACT, **settings}))
+    assert {row: rest[0] for row, rest in ranks.items()} == {row: rest[0] for row, rest in alone.items()}
+    for row, (_, logs, _) in ranks.items():
+        assert logs == pytest.approx(alone[row][1], abs=1e-12)
+
+
 def test_an_adapter_and_mixed_precision_sample_from_the_adapted_model(pool: Pool) -> None:
     recipe = small(adapter={"rank": 4, "targets": "all"})
     settings = {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1}

@@ -181,6 +181,30 @@ def test_every_layout_trains_as_one_process(
             assert step == pytest.approx(expected, abs=1e-10)
 
 
+ROUTED: dict[str, Any] = {
+    "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 256, "experts": 4, "experts_per_token": 2
+}  # fmt: skip
+ON_OTHER_RANKS: list[dict[str, Any]] = [
+    {"expert_parallel": 2},
+    {"expert_parallel": 2, "tensor_parallel": 2},  # which does not divide the 9 tokens of a pass
+]
+
+
+@pytest.mark.parametrize("settings", quick(ON_OTHER_RANKS, ON_OTHER_RANKS[1]), ids=str)
+@pytest.mark.parametrize(
+    "name", quick(["grpo with a copy", "rloo with an adapter", "ppo"], "rloo with an adapter")
+)
+def test_experts_on_other_ranks_train_as_one_process(
+    pool: Pool, source: Path, name: str, settings: dict[str, Any]
+) -> None:
+    kind, keys, values = RUNS[name]
+    recipe = rollout_recipe(source, kind, {**keys, "group": 3}, **values, model=ROUTED, batch_size=9)
+    plain = pool.run(1, trained, recipe, {"micro_batch_size": 9})[0]
+    for rank in pool.run(2, trained, recipe, settings):
+        for step, expected in zip(rank, plain, strict=True):
+            assert step == pytest.approx(expected, abs=1e-10)
+
+
 def test_measures_say_what_happens(alone: dict[str, Any]) -> None:
     for first, *_, last in alone.values():
         assert first["reward"] == pytest.approx(first["reward/digits"] + first["reward/letters"] / 4)

@@ -49,7 +49,6 @@ def recipe_of_run(
         source,
         name,
         {"completion_length": completion, **objective},
-        model=MODEL,
         data={
             "source": str(source),
             "format": "prompt",
@@ -58,7 +57,7 @@ def recipe_of_run(
         },
         batch_size=rows,
         cluster={"device": "cpu", "devices_per_node": world},
-        **(values or {}),
+        **{"model": MODEL, **(values or {})},
     )
 
 
@@ -86,11 +85,13 @@ def measured(recipe: Recipe, settings: dict[str, Any]) -> int:
     return meter.peak.allocated
 
 
+MIXTURE: dict[str, Any] = {**MODEL, "ffn": 512, "experts": 4, "experts_per_token": 2}
 ADAPTER: dict[str, Any] = {"rank": 8, "targets": "all"}
 CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("grpo", 2, {"zero_stage": 3}, {"beta": 0.04}, {}),
     ("rloo", 2, {"zero_stage": 2}, {"beta": 0.04}, {"adapter": ADAPTER}),
     ("ppo", 2, {"zero_stage": 3, "micro_batch_size": 64}, {"beta": 0.0, "epochs": 1}, {}),
+    ("grpo", 2, {"zero_stage": 3, "expert_parallel": 2}, {"beta": 0.04}, {"model": MIXTURE}),
 ]
 
 
