@@ -5,18 +5,13 @@ A byte model without any training writes digits; the reward is their share.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.recipe.sections import Recipe
+from tests.harness.killed_run import killed_and_whole
 from tests.harness.pool import Pool
 from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe, trained
@@ -55,29 +50,8 @@ def test_the_reward_rises(pool: Pool, tmp_path: Path, name: str) -> None:
 def test_a_run_of_the_command_that_is_killed_raises_it_too(tmp_path: Path, name: str) -> None:
     """Two ranks under ZeRO 3, killed once; the curve is that of the run that was not killed."""
     recipe = learning_recipe(tmp_path, name, checkpoint={"every": 10}, cluster={"devices_per_node": 2})
-    file = tmp_path / "recipe.json"
-    file.write_text(recipe.model_dump_json(exclude_none=True), encoding="utf-8")
     pinned = ["strategy.zero_stage=3", "strategy.micro_batch_size=32", "strategy.precision=fp32"]
-    root = Path(__file__).parents[3]
-
-    def command(out: str) -> subprocess.Popen[bytes]:
-        line = [sys.executable, "-m", "shardwise", "train", str(file), *pinned, "--out", str(tmp_path / out)]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
-        return subprocess.Popen(line, cwd=root, env=environment, start_new_session=True)
-
-    def lines(out: str) -> list[dict[str, Any]]:
-        text = (tmp_path / out / "metrics.jsonl").read_text(encoding="utf-8")
-        last = {line["step"]: line for line in map(json.loads, text.splitlines())}
-        return [line for _, line in sorted(last.items())]
-
-    killed = command("killed")
-    while not (tmp_path / "killed" / "checkpoints" / "step-10").exists():
-        assert killed.poll() is None
-        time.sleep(0.05)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert command("killed").wait() == 0
-    assert command("whole").wait() == 0
-    assert rewards_of(lines("killed")) == rewards_of(lines("whole"))
-    assert rewards_of(lines("whole"))[0] < 0.2
-    assert rewards_of(lines("whole"))[-1] > 0.8
+    killed, whole = map(rewards_of, killed_and_whole(recipe, tmp_path, pinned, step=10))
+    assert killed == whole
+    assert whole[0] < 0.2
+    assert whole[-1] > 0.8
