@@ -41,7 +41,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import TRAINED_KEYS, Turn
 from shardwise.recipe.sections import DataSpec
 
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 """Of the rules in this file and in `chat`: another version encodes some records otherwise."""
 
 _RECORDS_AT_A_TIME = 1024

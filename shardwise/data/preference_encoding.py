@@ -2,9 +2,9 @@
 
 A document is a prompt with one completion, rendered and tokenized as a whole like any other record (`encoding`). The
 documents of a pair differ after the prompt alone: what comes before the first trained token is the same in both. A
-token that crosses the border of a text's prompt and completion may begin earlier in one of them. Then both are trained
-on from where they differ, so their log-probabilities are of the same prompt. A chat whose prompt the template writes in
-two ways is refused.
+token that crosses the border of prompt and completion may begin earlier in one of them. Then both are trained on from
+there, so that their log-probabilities are of the same prompt. A chat whose prompt the template writes in two ways is
+refused.
 
 A pair trains nothing if its two documents are equal, or if one side has no trained token. Such pairs are dropped and
 counted.
@@ -87,19 +87,25 @@ def _aligned(chosen: Encoded, rejected: Encoded, pair: Preference, where: str) -
     """Both documents, trained on from the same token."""
     shared = shared_length(chosen.tokens, rejected.tokens)
     first = min(side.trained.index(True) for side in (chosen, rejected))
-    if isinstance(pair.chosen, Chat):
-        if shared < first:
-            raise DataError(
-                "the chat template writes the prompt in two ways",
-                where=where,
-                why=f"the tokens of chosen and rejected differ from token {shared}, before their answers",
-                fix="end both after an answer to the same turns",
-            )
-    else:
+    if isinstance(pair.chosen, Chat) and shared < first:
+        raise DataError(
+            "the chat template writes the prompt in two ways",
+            where=where,
+            why=f"the tokens of chosen and rejected differ from token {shared}, before their answers",
+            fix="end both after an answer to the same turns",
+        )
+    if _answer_alike(pair):
         first = min(first, shared)
         chosen, rejected = (replace(side, trained=_from(side.trained, first)) for side in (chosen, rejected))
     value = pair.margin or 0.0
     return replace(chosen, shared=shared, value=value), replace(rejected, shared=shared, value=value)
+
+
+def _answer_alike(pair: Preference) -> bool:
+    """Whether the same turn of both is the first that is trained on; of texts, always."""
+    sides = [side.turns for side in (pair.chosen, pair.rejected) if isinstance(side, Chat)]
+    answers = [[turn.role == "assistant" and turn.trained for turn in turns] for turns in sides]
+    return len({trained.index(True) for trained in answers}) <= 1
 
 
 def _from(trained: list[bool], first: int) -> list[bool]:

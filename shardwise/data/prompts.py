@@ -24,7 +24,7 @@ from shardwise.data.cache_header import json_hash
 from shardwise.data.completions import held_out_records, longer_sequences
 from shardwise.data.dataset import Lengths, MaskedTokens, OpenedSource, Sample, Splits, TokenDataset, TokenIds
 from shardwise.data.encoding import require_template
-from shardwise.data.formats import KEYS, PROMPT_FIELDS, alpaca_of, chat_of, misspelt, with_turns
+from shardwise.data.formats import KEYS, PROMPT_FIELDS, Chat, alpaca_of, chat_of, misspelt, with_turns
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn, said, turns_of
@@ -39,6 +39,7 @@ class PromptDataset(TokenDataset):
         tokens: of all prompts, one after the other.
         ends: where each ends in them, [prompts].
         fields: the records, all of their fields.
+        closings: tokens that a chat template writes after the end of the answer to each; of a text, none.
         length: most tokens of a prompt.
         from_chats: whether a chat template wrote one of them.
     """
@@ -47,6 +48,7 @@ class PromptDataset(TokenDataset):
     tokens: TokenIds
     ends: TokenIds
     fields: Sequence[Mapping[str, object]]
+    closings: Sequence[Sequence[int]]
     length: int
     from_chats: bool
 
@@ -60,13 +62,14 @@ class PromptDataset(TokenDataset):
         return len(self.ends)
 
     def sample(self, index: int) -> Sample:
-        """`prompt`, a list of tokens, and `fields`, the record. They do not stack into a batch."""
+        """`prompt` and `closing`, lists of tokens, and `fields`, the record. They do not stack into a batch."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
-        return {"prompt": self.record(index)[0], "fields": self.fields[index]}
+        prompt = self.record(index)[0]
+        return {"prompt": prompt, "closing": self.closings[index], "fields": self.fields[index]}
 
     def padding(self) -> Sample:
-        return {"prompt": [], "fields": {}}
+        return {"prompt": [], "closing": [], "fields": {}}
 
     def release(self) -> None:
         return
@@ -97,13 +100,15 @@ def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
     reader = _Reader(spec, opened.format, opened.tokenizer)
     tokens: list[list[int]] = []
     records: list[Mapping[str, object]] = []
+    closings: list[Sequence[int]] = []
     lengths: list[int] = []
     for record in opened.source.records(sorted(KEYS[opened.format] | opened.source.fields())):
-        prompt = reader.tokens(record)
+        prompt, closing = reader.tokens(record)
         lengths.append(len(prompt))
         if len(prompt) <= longest:
             tokens.append(prompt)
             records.append(record.fields)
+            closings.append(closing)
     count = len(lengths)
     if not tokens:
         why = f"all {count:,} have more than {longest:,} tokens" if count else "it has no records"
@@ -120,8 +125,8 @@ def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
         own = [tokens[number] for number in chosen]
         flat = np.array([token for prompt in own for token in prompt], np.int64)
         ends = np.cumsum([len(prompt) for prompt in own], dtype=np.int64)
-        fields = [records[number] for number in chosen]
-        return PromptDataset(opened.tokenizer, flat, ends, fields, longest, reader.chats)
+        fields, after = [records[number] for number in chosen], [closings[number] for number in chosen]
+        return PromptDataset(opened.tokenizer, flat, ends, fields, after, longest, reader.chats)
 
     train, held_out = side(False), side(True)
 
@@ -144,11 +149,12 @@ class _Reader:
 
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer) -> None:
         self.chats = False
+        self._closing: list[int] | None = None
         self._name, self._tokenizer = name, tokenizer
         self._today = date.fromisoformat(spec.date) if spec.date else date.today()
 
-    def tokens(self, record: Record) -> list[int]:
-        """Raises DataError if the record has no prompt of this format."""
+    def tokens(self, record: Record) -> tuple[list[int], list[int]]:
+        """The prompt, and what follows the end of its answer. Raises DataError if the record has no such prompt."""
         name, field = self._name, PROMPT_FIELDS[self._name]
         if record.fields.get(field) is None:
             why = f"data.format is {name}, and the record has {', '.join(record.fields) or 'nothing'}"
@@ -161,9 +167,9 @@ class _Reader:
         if (value := record.fields.get("prompt")) is not None and name == "alpaca":
             name = field = "prompt"
         if name == "prompt" and not isinstance(value, list):
-            return self._begun(said(value, field, record.where))
+            return self._begun(said(value, field, record.where)), []
         if name == "alpaca":
-            return self._begun(alpaca_of({**record.fields, "output": "-"}, record.where).prompt)
+            return self._begun(alpaca_of({**record.fields, "output": "-"}, record.where).prompt), []
         self.chats = True
         keys = ("from", "value") if name == "sharegpt" else ("role", "content")
         turns = turns_of(record.fields, field, keys, record.where)
@@ -177,7 +183,23 @@ class _Reader:
             raise DataError("no prompt", where=f"{record.where}: {field}", why=why, fix=fix)
         template, opened = require_template(self._tokenizer), replace(chat, turns=asked)
         template.checked(opened, record.where, self._today)
-        return self._tokenizer.encode(template.text(opened, record.where, self._today, opening=True))
+        prompt = self._tokenizer.encode(template.text(opened, record.where, self._today, opening=True))
+        if self._closing is None:  # it depends on the template alone
+            self._closing = self._after_an_answer(chat, record.where)
+        return prompt, self._closing
+
+    def _after_an_answer(self, chat: Chat, where: str) -> list[int]:
+        """The tokens that the template writes after the one that ends the last answer, such as a line break."""
+        try:
+            written = require_template(self._tokenizer).written(chat, where, self._today)
+        except DataError:  # answers need not be found to be sampled
+            return []
+        start = written.trained[-1][0] if written.trained else len(written.text)
+        tokens = self._tokenizer.encode(written.text[start:])
+        last = max(
+            (n for n, token in enumerate(tokens) if token in self._tokenizer.ends), default=len(tokens)
+        )
+        return tokens[last + 1 :]
 
     def _begun(self, text: str) -> list[int]:
         begin = self._tokenizer.begin

@@ -5,12 +5,14 @@
 
 `counted` is 1 at the first trained target of each record. `document` is the record's number in the row.
 
-KTO's reference point is a divergence, estimated by mismatched records: the prompt of a record with the completion of
-the next one of this side of the split, in the order of the source; the last takes the first. They are in `kl_input_ids`
-and `kl_labels`; packed, also `kl_positions`, `kl_starts` and `kl_document`. They are joined as tokens.
+KTO's reference point is a divergence, estimated by mismatched records: the prompt of a record with a completion of the
+next prompt of this side of the split, in the order of the source; the last takes the first. Records with one prompt
+that follow each other take its completions in turn, because another completion of the same prompt is no mismatch. They
+are in `kl_input_ids` and `kl_labels`; packed, also `kl_positions`, `kl_starts` and `kl_document`. They are joined as
+tokens.
 
-A source of pairs gives two records each, first the chosen one, which is desirable. Their next records are those of the
-next pair, because the other completion of the same prompt is no mismatch. Both are on the same side of the split.
+A source of pairs gives two records each, first the chosen one, which is desirable. Both are on the same side of the
+split.
 """
 
 from __future__ import annotations
@@ -61,13 +63,13 @@ class Unpaired(CachedDocuments):
         firsts: position of its first trained target, [records].
         borders: position of its first token behind the prompt, [records].
         desirable: 1 or 0, [records].
-        step: distance to the record that gives the completion of a mismatched one.
+        others: the record that gives the completion of a mismatched one, [records].
     """
 
     firsts: TokenIds
     borders: TokenIds
     desirable: TokenIds
-    step: int
+    others: TokenIds
 
     @property
     def fill(self) -> Mapping[str, int]:
@@ -102,8 +104,8 @@ class Unpaired(CachedDocuments):
         return {name: row[name] for name in ("input_ids", "labels")}
 
     def mismatched(self, record: int) -> Document:
-        """The prompt of a record with the completion of the next one, cut to a row."""
-        other = (record + self.step) % self.records
+        """The prompt of a record with the completion of another one, cut to a row."""
+        other = int(self.others[record])
         start, border = int(self.starts[record]), int(self.starts[other] + self.borders[other])
         prompt = self.cache.document(start, start + int(self.borders[record]))
         completion = self.cache.document(border, int(self.ends[other]))
@@ -135,7 +137,7 @@ def open_unpaired(opened: OpenedSource) -> Splits[Unpaired]:
         cache.header.digest,
         spec.sequence_length,
         spec.held_out,
-        "unpaired",
+        "unpaired, of other prompts",
         spec.packing,
         spec.too_long,
     ]
@@ -163,19 +165,46 @@ def divide_unpaired(
 
     def side(mask: npt.NDArray[np.bool_]) -> Unpaired:
         first, inputs, border = (values[fits][mask].ravel() for values in (starts, room, borders))
+        others = with_other_prompts(cache, first, border, step)
         if spec.packing:
             # A row has room for its records, and for their mismatched ones.
-            mismatched = border + np.roll(inputs - border, -step)
+            mismatched = border + (inputs - border)[others]
             order, offsets = best_fit(np.maximum(inputs, np.minimum(mismatched, length)), length)
         else:
             order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
         trained, label, shortened = (values[fits][mask].ravel() for values in (firsts, desirable, cut))
         return Unpaired(
             cache, encoder, first, first + inputs + 1, shortened, order, offsets, length, spec.packing, trained,
-            border, label, step,
+            border, label, others,
         )  # fmt: skip
 
     return side(~is_held_out), side(is_held_out), left_out
+
+
+def with_other_prompts(cache: TokenCache, starts: TokenIds, borders: TokenIds, known: int) -> TokenIds:
+    """Of each record, one with the next prompt; several of a prompt take its first, second and so on.
+
+    Args:
+        borders: number of tokens of the prompts.
+        known: so many records after each other are known to have one prompt.
+    """
+
+    def prompt(record: int) -> TokenIds:
+        return cache.document(int(starts[record]), int(starts[record] + borders[record]))[0]
+
+    count, records = len(starts), np.arange(len(starts))
+    begins = records % known == 0
+    same_length = begins[known:] & (borders[known:] == borders[:-known])
+    for record in (np.flatnonzero(same_length) + known).tolist():
+        begins[record] = not np.array_equal(prompt(record - known), prompt(record))
+    cache.release()
+    firsts = np.flatnonzero(begins)
+    if len(firsts) < 2:
+        return (records + known) % max(1, count)
+    own = np.cumsum(begins) - 1
+    sizes, following = np.diff(firsts, append=count), (own + 1) % len(firsts)
+    others: TokenIds = firsts[following] + (records - firsts[own]) % sizes[following]
+    return others
 
 
 def _sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: DataSpec) -> list[str]:

@@ -71,7 +71,7 @@ class Prompts(Protocol):
     tokenizer: Any
 
     def records(self, step: int) -> Sequence[Mapping[str, Any]]:
-        """The prompts of a position: ``prompt`` (tokens) and ``fields`` (the record)."""
+        """The prompts of a position: ``prompt`` and ``closing`` (tokens), and ``fields`` (the record)."""
 
     @property
     def validation_sets(self) -> list[str]:

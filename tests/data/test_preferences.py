@@ -300,6 +300,21 @@ def test_no_token_is_lost_where_the_completion_changes_the_prompts_tokens(folder
         assert prompts == {tuple(tokenizer.encode("the"))}
 
 
+@pytest.mark.parametrize("ends", ["assistant: ", "assistant:"])
+def test_both_answers_of_a_chat_follow_the_same_tokens(ends: str, tmp_path: Path) -> None:
+    """The blank that opens an answer is a part of the first word of one of them, and a token before the other."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    opening = f"{{% if add_generation_prompt %}}{{{{ '{ends}' }}}}{{% endif %}}"
+    folder = folder_of(tmp_path / "t", template + opening)
+    answers = [{"role": "assistant", "content": text} for text in ("answer is", "7")]
+    [documents] = encoded(folder, {"prompt": [USER], "chosen": answers[:1], "rejected": answers[1:]})
+    tokenizer = open_tokenizer(folder)
+    before = tokenizer.encode(f"user: {USER['content']}</s>assistant:")
+    for (tokens, trained), text in zip(documents, (" answer is", " 7"), strict=True):
+        assert tokens == before + tokenizer.encode(text) + [tokenizer.separator]
+        assert trained == list(range(len(before), len(tokens)))
+
+
 # ---- samples ----------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ def test_turns_are_rendered_with_the_opening_of_an_answer(
     train = prompts(jsonl(tmp_path / "a.jsonl", record), tokenizer=folder, held_out=0.0).train
     assert train.sample(0) == {
         "prompt": rendered(folder, turns, add_generation_prompt=True),
+        "closing": open_tokenizer(folder).encode("\n"),
         "fields": record,
     }
     assert train.chats and len(train) == 1
@@ -70,7 +71,8 @@ def test_an_answer_can_follow_the_output_of_a_tool(tmp_path: Path, prompts: Kind
 
 def test_texts_stay_as_they_are(tmp_path: Path, prompts: Kinds) -> None:
     train = prompts(jsonl(tmp_path / "a.jsonl", {"prompt": "2+2=", "answer": "4"}), held_out=0.0).train
-    assert train.sample(0) == {"prompt": list(b"2+2="), "fields": {"prompt": "2+2=", "answer": "4"}}
+    fields = {"prompt": "2+2=", "answer": "4"}
+    assert train.sample(0) == {"prompt": list(b"2+2="), "closing": [], "fields": fields}
     assert train.text(0) == "2+2=" and train.filled(0) == 4 and not train.chats
     source = jsonl(tmp_path / "b.jsonl", {"instruction": "Add.", "input": "2 2"})
     alpaca = prompts(source, tokenizer=without_template(tmp_path / "t"), held_out=0.0).train

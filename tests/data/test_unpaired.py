@@ -172,6 +172,27 @@ def test_the_mismatched_record_is_of_the_same_side_of_the_split(tmp_path: Path, 
             assert rows_of(side.sample(index), "kl_", False)[0][1] == completion
 
 
+ANSWERED = [("one:", 3), ("two:", 2), ("other:", 1), ("many:", 3)]
+"""Prompts, and the number of answers to each, which follow each other."""
+
+
+def test_mismatched_completions_are_never_those_of_the_own_prompt(tmp_path: Path, unpaired: Kinds) -> None:
+    """Labelled answers to a prompt usually follow each other; pairs of a prompt, too."""
+    asked = [(prompt, f"{prompt[0]}{n}") for prompt, count in ANSWERED for n in range(count)]
+    records = [
+        {"prompt": prompt, "completion": text, "label": n % 2} for n, (prompt, text) in enumerate(asked)
+    ]
+    pairs = [{"prompt": prompt, "chosen": f"{text}+", "rejected": f"{text}-"} for prompt, text in asked]
+    expected = ["t0", "t1", "t0", "o0", "o0", "m0", "o0", "o1", "o2"]
+    of_pairs = [text + side for text in expected for side in "+-"]
+    for given, others in ((records, expected), (pairs, of_pairs)):
+        train = unpaired(
+            jsonl(tmp_path / f"{len(others)}.jsonl", *given), sequence_length=48, held_out=0.0
+        ).train
+        found = [rows_of(train.sample(n), "kl_", False)[0][1] for n in range(len(train))]
+        assert found == [text.encode() + b"\0" for text in others]
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_batches_have_the_shapes_of_the_contract(
     packing: bool, tmp_path: Path, recipe_of_objective: Kinds

@@ -3,7 +3,8 @@
 A function is called once per batch as ``function(prompts, completions, **fields)``. It takes lists of texts, and the
 other fields of the records as lists under their names; it returns one number per completion.
 
-A reward model reads the sampled tokens if its tokenizer is that of the prompts; else the texts, by its own tokenizer.
+A reward model reads the sampled tokens if its tokenizer is that of the prompts, with what the chat template writes
+after the end of an answer, because it was trained to score there; else the texts, by its own tokenizer.
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ from shardwise.recipe.objective import ObjectiveSpec
 
 @dataclass(frozen=True)
 class RewardInput:
-    """n completions of prompts, as tokens without padding; a completion has the token that ended it."""
+    """n completions of prompts, as tokens without padding; a completion has the token that ended it.
+
+    Attributes:
+        closings: what a chat template writes after that token.
+    """
 
     prompts: Sequence[Sequence[int]]
     tokens: Sequence[Sequence[int]]
     fields: Mapping[str, Sequence[Any]]
     tokenizer: Tokenizer
+    closings: Sequence[Sequence[int]]
 
     @functools.cached_property
     def texts(self) -> tuple[list[str], list[str]]:
@@ -150,7 +156,8 @@ def _documents(given: RewardInput, own: Tokenizer | None, folder: str) -> list[l
         fix = "copy the files of its tokenizer into its folder"
         raise DataError("the reward model has no tokenizer", where=where, fix=fix)
     if own.fingerprint == theirs.fingerprint:
-        return [[*prompt, *tokens] for prompt, tokens in zip(given.prompts, given.tokens, strict=True)]
+        whole = zip(given.prompts, given.tokens, given.closings, strict=True)
+        return [[*p, *t, *(closing if t[-1] in theirs.ends else ())] for p, t, closing in whole]
     lost = theirs.special & set[int]().union(*given.prompts) - {theirs.begin}
     if lost:
         why = f"it is not data.tokenizer, and does not have its tag {theirs.shown(sorted(lost)[:1])} of the prompts"

@@ -222,7 +222,9 @@ class Rollouts:
         fields = {name: [prompt["fields"].get(name) for prompt in prompts] for name in names}
         prompt_ids = [prompt["prompt"] for prompt in prompts]
         completion_ids = [completion.tokens for completion in done[: len(prompts)]]
-        return self.rewards.of(RewardInput(prompt_ids, completion_ids, fields, self.prompts.tokenizer))
+        closings = [prompt["closing"] for prompt in prompts]
+        given = RewardInput(prompt_ids, completion_ids, fields, self.prompts.tokenizer, closings)
+        return self.rewards.of(given)
 
     def _shared(self, own: Tensor, rows: Sequence[int] | Tensor, size: int) -> Tensor:
         """The table of all ``size`` rows, in host memory, from every rank's ``rows`` of it."""

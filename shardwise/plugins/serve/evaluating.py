@@ -194,11 +194,17 @@ def _metrics(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def opened_model(model: Path, options: EvaluationOptions) -> tuple[OpenedModel, ServedModel, int]:
     """The model, its adapters, and the tokens of a sequence."""
     opened = open_model(model, options.tokenizer, model_dtype(options), serving_device(options.device))
-    length = options.sequence_length or min(opened.context or EVALUATED_LENGTH, EVALUATED_LENGTH)
-    if opened.context is not None and length > opened.context:
-        why = f"the model's context is {opened.context}"
-        raise RecipeError(f"sequences of {length} tokens are too long", where="sequence_length", why=why)
+    length = evaluated_length(options, opened.context)
     return opened, ServedModel(opened, dict(options.adapters)), length
+
+
+def evaluated_length(options: EvaluationOptions, context: int | None) -> int:
+    """The tokens of a sequence of a model that reads ``context`` at most. Raises RecipeError if more are asked for."""
+    length = options.sequence_length or min(context or EVALUATED_LENGTH, EVALUATED_LENGTH)
+    if context is not None and length > context:
+        why = f"the model's context is {context}"
+        raise RecipeError(f"sequences of {length} tokens are too long", where="sequence_length", why=why)
+    return length
 
 
 def model_dtype(options: EvaluationOptions) -> torch.dtype:

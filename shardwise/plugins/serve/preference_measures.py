@@ -33,9 +33,9 @@ from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.exporter.export_run import checkpoint_of
 from shardwise.model.blueprint import Batch, Blueprint, TrainingObjective
 from shardwise.plugins.serve.evaluating import (
-    EVALUATED_LENGTH,
     EvaluationOptions,
     chosen_adapter,
+    evaluated_length,
     model_dtype,
     opened_model,
 )
@@ -253,12 +253,13 @@ def _reward_model(folder: Path, recipe: Recipe | None, options: EvaluationOption
         raise RecipeError("there is no other adapter", where=_WHERE, why=why, fix=fix)
     scoring = require_plugin("preferences.scoring", _WHERE)
     opened = scoring.load_reward_model(folder, serving_device(options.device), model_dtype(options))
-    own = recipe.data.sequence_length if recipe else EVALUATED_LENGTH
+    length = evaluated_length(options, opened.blueprint.context)
+    if recipe is not None and options.sequence_length is None:
+        length = recipe.data.sequence_length
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else opened.tokenizer
     if tokenizer is None:
         fix = "name one: --tokenizer bytes, or a folder"
         raise RecipeError("the model's folder has no tokenizer", where=str(folder), fix=fix)
     spec = (recipe.objective if recipe else None) or ObjectiveSpec(name="reward")
     scored = (recipe or _recipe_of_folder(folder)).model_copy(update={"objective": spec})
-    length = options.sequence_length or own
     return _Scoring(opened.blueprint, opened.model, tokenizer, length, _objective(scored), spec)

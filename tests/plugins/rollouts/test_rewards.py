@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.core.errors import RecipeError, ShardwiseError
+from shardwise.data.opening import open_splits
 from shardwise.data.tokenizer import ByteTokenizer, open_tokenizer
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
@@ -20,6 +22,7 @@ from shardwise.plugins.preferences.scoring import load_reward_model
 from shardwise.plugins.rollouts.rewards import RewardInput, Rewards, rewards_of
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.objective import ObjectiveSpec
+from shardwise.recipe.sections import DataSpec
 from shardwise.technique import SETTINGS, strategy_from
 from tests.harness.pool import Pool
 from tests.harness.small_models import write_tokenizer
@@ -59,7 +62,7 @@ def one(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[fl
 
 def given(prompts: list[str], completions: list[str], **fields: Any) -> RewardInput:
     prompted, completed = ([list(text.encode()) for text in texts] for texts in (prompts, completions))
-    return RewardInput(prompted, completed, fields, ByteTokenizer())
+    return RewardInput(prompted, completed, fields, ByteTokenizer(), [[]] * len(prompts))
 
 
 def opened(*names: str, weights: tuple[float, ...] | None = None) -> Rewards:
@@ -154,6 +157,35 @@ def test_a_reward_model_scores_the_sampled_tokens(pool: Pool, tmp_path: Path) ->
     assert made["rewards"][:, 0].tolist() == pytest.approx(alone, abs=1e-5)
     for rank in pool.run(2, tables, recipe, {**EXACT, "zero_stage": 3}):
         assert torch.allclose(rank["rewards"], made["rewards"], rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_reads_a_chat_to_where_it_was_trained_to_score(pool: Pool, tmp_path: Path) -> None:
+    """ChatML writes a line break after the end of an answer, which no completion has."""
+    folder = str(tmp_path / "tokenizer")
+    write_tokenizer(tmp_path / "tokenizer", "qwen2")
+    turns = [{"role": "user", "content": "The capital of Peru?"}]
+    pair = {"prompt": turns, "chosen": "Lima.", "rejected": "model"}
+    source = tmp_path / "pairs.jsonl"
+    source.write_text(json.dumps(pair) + "\n", encoding="utf-8")
+    spec = DataSpec(source=str(source), tokenizer=folder, sequence_length=48, held_out=0.0)
+    cuts = open_tokenizer(folder)
+    scored = open_splits(spec, cuts, tmp_path / "cache", kind="scored").train.sample(0)
+    last = (scored["labels"] >= 0).argmax(1)
+    trained_on = [row[: at + 1].tolist() for row, at in zip(scored["input_ids"], last, strict=True)]
+    prompt = open_splits(spec, cuts, tmp_path / "cache", kind="prompts").train.sample(0)
+    start, end = len(prompt["prompt"]), next(iter(cuts.ends & set(trained_on[0])))
+    sampled = [ids[start : ids.index(end, start) + 1] for ids in trained_on]
+    assert [len(ids) for ids in trained_on] == [start + len(ids) + 1 for ids in sampled]
+    pool.run(1, leave_reward_model, tmp_path / "model", folder)
+    rewards = rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path / "model")))
+    asked = RewardInput([prompt["prompt"]] * 2, sampled, {}, cuts, [prompt["closing"]] * 2)
+    assert rewards.of(asked)[:, 0].tolist() == pytest.approx(
+        read_alone(tmp_path / "model", trained_on), abs=1e-5
+    )
+    cut = [ids[:-1] for ids in sampled]  # an answer that has not ended is not closed
+    expected = read_alone(tmp_path / "model", [[*prompt["prompt"], *ids] for ids in cut])
+    asked = RewardInput([prompt["prompt"]] * 2, cut, {}, cuts, [prompt["closing"]] * 2)
+    assert rewards.of(asked)[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_reward_model_with_another_tokenizer_reads_the_text(pool: Pool, tmp_path: Path) -> None:

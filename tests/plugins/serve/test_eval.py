@@ -177,6 +177,22 @@ def test_preferences_of_a_reward_model_are_its_scores_at_the_last_token(
     assert found["accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
 
 
+def test_a_reward_model_reads_no_more_than_its_context(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Positions of GPT-2 are rows of a table, so that longer texts ended with an IndexError."""
+    write_pairs(tmp_path / "pairs.jsonl")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 256, "pad_token_id": 0, "num_labels": 1}
+    config = transformers.GPT2Config(n_positions=10, **sizes)
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    words = [str(tmp_path / "model"), "--preferences", str(tmp_path / "pairs.jsonl"), "--tokenizer", "bytes"]
+    assert run(["eval", *words, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["sequence_length"] == 10 and found["cut"] > 0
+    assert run(["eval", *words, "--sequence-length", "11"]) == 2
+    assert "the model's context is 10" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "words", "code", "says"),
     [
