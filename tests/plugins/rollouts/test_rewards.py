@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.checkpoint import save_checkpoint
-from shardwise.core.errors import RecipeError, ShardwiseError
+from shardwise.core.errors import DataError, RecipeError, ShardwiseError
 from shardwise.data.opening import open_splits
 from shardwise.data.tokenizer import ByteTokenizer, open_tokenizer
 from shardwise.engine.build import build
@@ -203,6 +203,16 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(pool: Pool, tmp_pa
     tagged = given(["\0user"], ["4"])
     with pytest.raises(RecipeError, match=r"another tokenizer \(objective.reward_model: .*its tag <end>"):
         rewards.of(tagged)
+
+
+def test_a_text_beyond_the_context_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, leave_reward_model, tmp_path / "model", "bytes")
+    model = load_reward_model(tmp_path / "model")
+    context = model.blueprint.context
+    assert context is not None
+    assert len(model([[1] * context])) == 1
+    with pytest.raises(DataError, match=rf"too long for the reward model: .*context is {context:,}"):
+        model([[1], [1] * (context + 1)])
 
 
 def test_a_folder_without_a_reward_model_is_refused_by_its_key(tmp_path: Path) -> None:
