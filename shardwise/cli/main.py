@@ -114,5 +114,5 @@ def _usage_error(error: Exception) -> RecipeError:
     """A wrong verb, option or argument, as one line."""
     context = getattr(error, "ctx", None)
     verb = context.command_path if context else "shardwise"
-    what = str(getattr(error, "format_message", lambda: error)()).rstrip(".")
+    what = str(getattr(error, "format_message", lambda: error)()).rstrip(".").replace(": Value error, ", ": ")
     return RecipeError(what, where="command line", fix=f"see `{verb} --help`")

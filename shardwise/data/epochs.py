@@ -49,4 +49,4 @@ def epoch_sentences(asked: Recipe, counted: Recipe) -> Iterator[str]:
     """The steps that the epochs of ``asked`` are, if it gives epochs."""
     if asked.epochs is not None:
         word = "epoch is" if asked.epochs == 1 else "epochs are"
-        yield f"{asked.epochs:g} {word} {counted.steps:,} steps of {counted.batch_size:,} sequences"
+        yield f"{asked.epochs:g} {word} {counted.steps:,} steps of {counted.batch_size:,} {counted.counted_samples}"

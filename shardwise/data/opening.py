@@ -53,6 +53,12 @@ _NEEDS: Mapping[str, str] = {
 }
 """What records must have for the kinds of samples of preferences and rollouts."""
 
+_GIVE: Mapping[str, str] = {
+    "prompts": "name the prompt's field 'prompt'",
+    "unpaired": "give labelled completions, or pairs",
+}
+"""What to do about records without them, if not "give pairs"."""
+
 _IN_A_RECIPE = ("the recipe's objective", "objective")
 """The objective and its key, as messages name them."""
 
@@ -144,7 +150,7 @@ def _unsuitable(
     elif kind in _NEEDS:
         said, key = objective
         what = f"{said} needs {_NEEDS[kind]}"
-        give = "name the prompt's field 'prompt'" if kind == "prompts" else "give such records"
+        give = _GIVE.get(kind, "give pairs")
         fix = misspelt(sorted(fields), _needed(kind)) or f"{give}, or leave {key} out"
     elif name in ("preference", "unpaired"):
         what = f"the {kind} objective needs one text or completion per record"

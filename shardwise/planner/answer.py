@@ -80,7 +80,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         run=run,
         peak=None if memory_spread is None else memory_spread.of(plan.peak.bytes),
         nearest=tuple(_alternatives(recipe, cluster, plan)),
-        unpin=tuple(_slower_by_pins(recipe, plan)),
+        unpin=tuple(_slower_by_pins(recipe, cluster, plan)),
         binding=_binding(plan, bool(prices)),
         prices=prices,
         front=front(plan.candidates),
@@ -141,15 +141,19 @@ def _pins(recipe: Recipe, plan: Plan, candidate: Candidate) -> list[str]:
     return [key for key in plan.strategy.differences(candidate.strategy) if key in recipe.strategy]
 
 
-def _slower_by_pins(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def _slower_by_pins(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[str]:
     """Pins without which the run fits and is surely faster, in words; the most time first.
 
-    None of them changes the digits of the training. A plan for the least memory has none.
+    None of them changes the digits of the training. A plan for the least memory has none. Values that the search tries
+    only where nothing else fits are not taken without the pin either.
     """
+    last_resorts = _last_resorts(recipe, cluster, plan)
     best: dict[tuple[str, ...], float] = {}
     for candidate in plan.candidates:
         pins = tuple(_pins(recipe, plan, candidate))
         if pins and candidate.verdict == "fits" and not DIGITS & {*pins}:
+            if any(candidate.strategy.values[key] in last_resorts[key] for key in pins):
+                continue
             best[pins] = min(candidate.step_seconds, best.get(pins, plan.step.seconds))
     if not plan.fits or recipe.plan.objective == "memory":
         return
@@ -158,6 +162,17 @@ def _slower_by_pins(recipe: Recipe, plan: Plan) -> Iterator[str]:
             pinned = pinned_in_words(f"strategy.{key}" for key in pins)
             without = "it" if len(pins) == 1 else "them"
             yield f"{pinned}: without {without} fits, {format_change(seconds / plan.step.seconds - 1)} step time"
+
+
+def _last_resorts(recipe: Recipe, cluster: Cluster, plan: Plan) -> Mapping[str, Sequence[object]]:
+    """By setting the values that the search tries only where nothing else fits."""
+    case = case_of(plan.strategy, plan.world_size, recipe, cluster.devices_per_node)
+    last: dict[str, Sequence[object]] = {MICRO_BATCH_SIZE.key: ()}
+    for technique in ORDER:
+        for setting in technique.settings:
+            usual = technique.candidates(setting, case)
+            last[setting.key] = [value for value in setting.last_resort if value not in usual]
+    return last
 
 
 def _free_settings(

@@ -24,7 +24,7 @@ from shardwise.dryrun.replay import Replay
 from shardwise.dryrun.run import WHOLE_STEP, DryRun, dry_run, place_of
 from shardwise.hardware.allocator_options import VARIABLES, AllocatorOptions, options_in
 from shardwise.hardware.cluster import Cluster
-from shardwise.model.blueprint import Blueprint
+from shardwise.model.blueprint import Blueprint, batch_shapes
 from shardwise.planner.phase_times import phase_seconds
 from shardwise.planner.timing import mfu, predicted_step_time
 from shardwise.recipe.sections import Recipe
@@ -178,8 +178,8 @@ def _reserves(
 
 
 def _labels(recipe: Recipe, blueprint: Blueprint) -> int:
-    """Targets of one sample: the elements of its labels."""
-    shapes = blueprint.sample_shapes(recipe.data.sequence_length)
+    """Targets of one sample, of all its rows: the elements of its labels."""
+    shapes = batch_shapes(blueprint, recipe.data)
     labels = next((shape for name, (shape, _) in shapes.items() if name in ("labels", "label")), ())
     return math.prod(labels)
 

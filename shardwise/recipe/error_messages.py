@@ -47,6 +47,7 @@ _EXPECTED = {
     "float_type": "a number",
     "string_type": "text",
     "bool_type": "true or false",
+    "tuple_type": "a list",
     "finite_number": "a finite number",
     "dict_type": "a section of keys",
     "mapping_type": "a section of keys",
@@ -132,6 +133,8 @@ def explain(fault: ErrorDetails) -> Complaint:
         fix = f"did you mean '{near}'?" if near else ""
     elif kind in _NUMERIC:
         fix = _respelled(entry)
+    elif kind == "tuple_type" and isinstance(entry, str | int | float):
+        fix = f"write [{shorten(one_line(str(entry)), 60)}]"
     elif kind in ("dict_type", "mapping_type", "model_type") and isinstance(entry, str) and ":" in entry:
         fix = "put a space after each colon"
     return Complaint(path, what, f"found {describe(entry)}", fix)

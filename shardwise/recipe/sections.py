@@ -348,6 +348,13 @@ class Recipe(Section):
         return SAMPLES[named] if named is not None else self.model.objective
 
     @property
+    def counted_samples(self) -> str:
+        """What batch_size counts, in a word."""
+        if self.samples in ("pairs", "scored") and not self.data.packing:
+            return "pairs"
+        return "completions" if self.samples == "prompts" else "sequences"
+
+    @property
     def prompt_tokens(self) -> int:
         """Most tokens of a prompt that is completed during training: a sequence has room for its completion."""
         length = self.data.sequence_length

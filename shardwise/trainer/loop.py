@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -158,7 +158,7 @@ class Trainer:
             say(trained_sentence(self._trained, self._frozen))
         self.log.begin(self._trained)
         self.recovery.begin(self.state, followed_oom(job.folder, job.plan))
-        with listening(lambda phase: heartbeat.mark()), self._telling():
+        with closing(self.log), listening(lambda phase: heartbeat.mark()), self._telling():
             self._rehearse()
             stop_on_oom(
                 self._train, job.folder, job.plan, lambda: (self.index + 1, self.meter.reached().allocated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 
@@ -52,7 +53,13 @@ class Progressing:
         self._line = StepLine(steps, resumed, units)
         self._bar: Live | None = None
         if self._console.is_terminal:
-            self._bar = Live(self._line, console=self._console, refresh_per_second=10)
+            # The standard error of a rank is its log: a trace, or a warning, belongs there and not above the bar.
+            self._bar = Live(
+                self._line,
+                console=self._console,
+                refresh_per_second=10,
+                redirect_stderr=sys.stderr.isatty(),
+            )
             self._bar.start()
 
     def show(self, metrics: StepRecord) -> None:

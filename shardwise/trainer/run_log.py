@@ -77,6 +77,11 @@ class RunLog:
             self._metrics.write(record)
             self._progress.show(record)
 
+    def close(self) -> None:
+        """Nothing more is shown. The terminal gets its cursor back, also after a failure."""
+        if self._writes:
+            self._progress.close()
+
     def sync(self) -> None:
         """A checkpoint will be saved: write the steps before it to the disk."""
         if self._writes:
@@ -105,7 +110,7 @@ class RunLog:
         dist.all_gather_object(peaks, peak)
         if not self._writes:
             return
-        self._progress.close()
+        self.close()
         self._metrics.close()
         plan = self._plan
         seconds = self._metrics.seconds or [record.seconds for record in self._metrics.before]

@@ -89,3 +89,19 @@ def test_an_override_replaces_the_other_length(tmp_path: Path) -> None:
     assert load_recipe(path, ["steps=7"], ()).epochs is None
     path.write_text("model: {preset: tiny}\nbatch_size: 4\nsteps: 7\n")
     assert load_recipe(path, ["epochs=2"], ()).steps == 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "packing", "word"),
+    [
+        ("dpo", False, "pairs"),
+        ("reward", False, "pairs"),
+        ("dpo", True, "sequences"),
+        ("kto", False, "sequences"),
+    ],
+)
+def test_a_batch_is_in_the_word_of_its_samples(objective: str, packing: bool, word: str) -> None:
+    data = {"source": "pairs.jsonl", "packing": packing}
+    values = {"model": MODEL, "objective": objective, "data": data, "batch_size": 8}
+    asked, counted = recipe_of({**values, "epochs": 2}), recipe_of({**values, "steps": 5})
+    assert list(epoch_sentences(asked, counted)) == [f"2 epochs are 5 steps of 8 {word}"]

@@ -275,3 +275,12 @@ def test_files_without_a_split_are_read() -> None:
     import json
 
     assert checked(json.dumps(written), Plan).candidates[1].split == {}
+
+
+def test_a_pin_is_not_blamed_for_a_value_of_the_last_resort() -> None:
+    """Without strategy.reference the search takes no precomputed reference while a plan fits."""
+    faster = plan(candidate(60, 1.5, "fits", reference="precomputed"))
+    pairs = {"objective": "dpo", "data": {"source": "pairs.jsonl", "sequence_length": 4096}}
+    made = answered(faster, strategy={"reference": "copy"}, **pairs)
+    assert not made.unpin
+    assert "reference" in {each.setting for each in made.nearest}

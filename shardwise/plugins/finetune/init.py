@@ -62,7 +62,9 @@ MethodOption = Annotated[
 ]
 ObjectiveOption = Annotated[
     ObjectiveName | None,
-    typer.Option(help="train on preferences; DATA has pairs, or labelled answers for kto"),
+    typer.Option(
+        help="train on preferences; DATA has pairs, or labelled answers for kto; grpo, rloo, ppo need a recipe"
+    ),
 ]
 DeviceOption = Annotated[DeviceName | None, typer.Option(help="cpu leaves GPUs unused; default: auto")]
 

@@ -10,12 +10,32 @@ from shardwise.core.atomic_file import write_whole
 from shardwise.core.plan import Plan
 from shardwise.exporter.export_run import checkpoint_of, export_run, tokenizer_files
 from shardwise.model.hf import AUTO_CLASSES
+from shardwise.recipe.objective import ObjectiveSpec
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import written
 
 CARD_FILE = "README.md"
-_TASKS = {"causal": "text-generation", "masked": "fill-mask", "seq2seq": "text2text-generation"}
-"""The Hub's names of tasks, by the objective."""
+REWARD = "reward"
+
+_TASKS = {
+    "causal": "text-generation",
+    "masked": "fill-mask",
+    "seq2seq": "text2text-generation",
+    REWARD: "text-classification",
+}
+"""The Hub's names of tasks, by the kind of model."""
+
+_AUTO_CLASSES = {**AUTO_CLASSES, REWARD: "AutoModelForSequenceClassification"}
+"""Classes of transformers that load the trained model, by its kind."""
+
+_PEFT_CLASSES = {
+    "causal": "AutoPeftModelForCausalLM",
+    REWARD: "AutoPeftModelForSequenceClassification",
+}
+"""Classes of PEFT that load an adapter with its base, by the kind of model."""
+
+_ONE_SCORE = ", num_labels=1"
+"""Of a reward model: classes of PEFT take it for one with two labels."""
 
 
 def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
@@ -42,22 +62,34 @@ def _unit(recipe: Recipe) -> str:
     return "nats per token" if recipe.objective is None else f"of {recipe.objective.name or 'its objective'}"
 
 
+def _kind(recipe: Recipe) -> str:
+    """Of the trained model: the objective of its class, or reward for a model that scores."""
+    scores = recipe.objective is not None and recipe.objective.head == "score"
+    return REWARD if scores else recipe.model.objective
+
+
+def _objective(spec: ObjectiveSpec) -> str:
+    return spec.name or spec.factory or "" if spec.beta is None else f"{spec.name}, beta {spec.beta:g}"
+
+
 def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     """The text of a card."""
     base, adapter = recipe.model.hf or "", recipe.adapter
     kind = "all weights" if adapter is None else f"{adapter.name} of rank {adapter.rank}"
     if adapter is not None and adapter.quantize != "none":
         kind += f" on a base in {adapter.quantize}"
+    samples = f"{recipe.batch_size} {recipe.counted_samples}"
     head = {
         "base_model": base,
         "library_name": "transformers" if adapter is None else "peft",
-        "tags": ["shardwise", _TASKS[recipe.model.objective], *([] if adapter is None else [adapter.name])],
+        "tags": ["shardwise", _TASKS[_kind(recipe)], *_methods(recipe)],
     }
     rows = {
         "base model": base,
         "trained": kind,
+        **({} if recipe.objective is None else {"objective": _objective(recipe.objective)}),
         "data": ", ".join(part.source for part in recipe.data.parts),
-        "steps": f"{recipe.steps:,} of {recipe.batch_size} sequences of {recipe.data.sequence_length:,} tokens",
+        "steps": f"{recipe.steps:,} of {samples} of {recipe.data.sequence_length:,} tokens",
         "learning rate": f"{recipe.optimizer.learning_rate:g}, {recipe.schedule.name}",
         "strategy": f"{plan.line} on {plan.world_size} x {plan.device}",
         "validation loss": "not measured" if loss is None else f"{loss:.4f} {_unit(recipe)}",
@@ -68,8 +100,15 @@ def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     return "\n".join([*lines, "", "## Use", "", "```python", *_usage_lines(recipe), "```", ""])
 
 
+def _methods(recipe: Recipe) -> list[str]:
+    """Tags of the objective and the adapter, as TRL and PEFT write them."""
+    objective = recipe.objective.name if recipe.objective is not None else None
+    return [name for name in (objective, recipe.adapter and recipe.adapter.name) if name]
+
+
 def _usage_lines(recipe: Recipe) -> list[str]:
-    auto = AUTO_CLASSES[recipe.model.objective]
+    kind = _kind(recipe)
+    auto = _AUTO_CLASSES[kind]
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
     if recipe.adapter is None:
         return [
@@ -78,12 +117,13 @@ def _usage_lines(recipe: Recipe) -> list[str]:
             f'model = {auto}.from_pretrained("THIS_FOLDER")',
             tokenizer,
         ]
-    if recipe.model.objective == "causal":
+    if (peft := _PEFT_CLASSES.get(kind)) is not None:
+        labels = _ONE_SCORE if kind == REWARD else ""
         return [
-            "from peft import AutoPeftModelForCausalLM",
+            f"from peft import {peft}",
             "from transformers import AutoTokenizer",
             "",
-            'model = AutoPeftModelForCausalLM.from_pretrained("THIS_FOLDER")',
+            f'model = {peft}.from_pretrained("THIS_FOLDER"{labels})',
             tokenizer,
         ]
     return [

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data import Tokenizer, open_tokenizer
 from shardwise.exporter.export_run import open_run
@@ -63,6 +63,16 @@ class RewardModel:
         return scores
 
 
+def require_scores(folder: Path) -> None:
+    """Raises RecipeError unless the folder is of a reward model. It reads no weights."""
+    if (folder / RECIPE).is_file():
+        objective = load_run_recipe(folder).objective
+        if objective is None or objective.head != "score":
+            raise _no_scores(folder, "its recipe has another objective than reward")
+    elif not ScoringModel.of(HuggingFaceModel(str(folder), sequence_length=1)).has_score:
+        raise _no_scores(folder, "its files have no score.weight")
+
+
 def load_reward_model(
     folder: Path, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> RewardModel:
@@ -71,10 +81,9 @@ def load_reward_model(
     Raises RecipeError for a model without ``score``, and as ``open_run`` does.
     """
     on = device or torch.device("cpu")
+    require_scores(folder)
     if (folder / RECIPE).is_file():
         run = open_run(folder)
-        if not run.plain.new_layers:
-            raise _no_scores(folder, "its recipe has another objective than reward")
         model = _allocated(run.plain, dtype, on)
         run.plain.restore(model)
         with torch.no_grad():
@@ -83,8 +92,6 @@ def load_reward_model(
                     tensor.copy_(run.merged.read(name))
         return RewardModel(run.plain, model, open_tokenizer(run.recipe.data.tokenizer), on)
     blueprint = ScoringModel.of(HuggingFaceModel(str(folder), sequence_length=1))
-    if not blueprint.has_score:
-        raise _no_scores(folder, "its files have no score.weight")
     model = _allocated(blueprint, dtype, on)
     with torch.no_grad():
         blueprint.fill(model, 0)

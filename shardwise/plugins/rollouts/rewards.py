@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,23 +130,33 @@ def _of_function(name: str) -> Reward:
 
 
 def _of_model(folder: str) -> Reward:
-    """The score of a trained reward model, which is read when it is first asked, in fp32 on the host."""
+    """The score of a trained reward model, whose weights are read when it is first asked, in fp32 on the host."""
+    from shardwise.plugins.preferences.scoring import load_reward_model, require_scores
+
     path, where = path_of(folder), f"objective.reward_model: {folder}"
     if not any((path / name).is_file() for name in (RECIPE, "config.json")):
         why = f"it has neither {RECIPE} nor config.json" if path.is_dir() else no_folder(path)
         raise RecipeError("not the folder of a reward model", where=where, why=why)
 
+    with _naming_its_key():
+        require_scores(path)
+
     @functools.cache
     def model() -> Any:
-        from shardwise.plugins.preferences.scoring import load_reward_model
-
-        try:
+        with _naming_its_key():
             return load_reward_model(path)
-        except ShardwiseError as error:
-            error.where = f"objective.reward_model: {error.where.removeprefix('model.hf: ')}"
-            raise
 
     return lambda given: model()(_documents(given, model().tokenizer, folder)).tolist()
+
+
+@contextmanager
+def _naming_its_key() -> Iterator[None]:
+    """Errors of a reward model name objective.reward_model and not model.hf."""
+    try:
+        yield
+    except ShardwiseError as error:
+        error.where = f"objective.reward_model: {error.where.removeprefix('model.hf: ')}"
+        raise
 
 
 def _documents(given: RewardInput, own: Tokenizer | None, folder: str) -> list[list[int]]:

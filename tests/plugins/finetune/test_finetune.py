@@ -95,7 +95,7 @@ def test_records_that_do_not_suit_the_objective_are_refused_by_its_option(tmp_pa
     with pytest.raises(DataError) as caught:
         draft(str(base), str(data), 1.0, Hardware(), preference="dpo")
     assert caught.value.what.startswith("this --objective needs pairs: chosen and rejected")
-    assert caught.value.fix == "give such records, or leave --objective out"
+    assert caught.value.fix == "give pairs, or leave --objective out"
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "choosen": "b", "rejected": "c"}')
     with pytest.raises(DataError, match="did you mean 'chosen' by 'choosen'"):
         draft(str(base), str(tmp_path / "pairs.jsonl"), 1.0, Hardware(), preference="dpo")
@@ -194,6 +194,27 @@ def test_the_card_has_metadata_that_the_hub_reads(adapter: str) -> None:
     assert values["base_model"] == "org/base" and "text-generation" in values["tags"]
     assert values["library_name"] == ("peft" if adapter else "transformers")
     assert "1.2500 nats" in body and ("rank 8 on a base in nf4" in body) == bool(adapter)
+
+
+@pytest.mark.parametrize("adapter", ["", "adapter: {rank: 8}\n"])
+def test_the_card_of_a_reward_model_loads_its_score(adapter: str) -> None:
+    """A causal language model would be loaded with a new output layer in the place of the score."""
+    text = f"model: {{hf: org/base}}\nobjective: reward\ndata: {{source: p.jsonl}}\nsteps: 7\nbatch_size: 4\n{adapter}"
+    _, head, body = model_card(parse_recipe(text, SETTINGS), small_plan(), 0.5).split("---\n", 2)
+    tags = yaml.safe_load(head)["tags"]
+    assert {"text-classification", "reward"} <= {*tags} and "text-generation" not in tags
+    assert "ForCausalLM" not in body and "ForSequenceClassification.from_pretrained" in body
+    assert ("num_labels=1" in body) == bool(adapter)
+    assert "| steps | 7 of 4 pairs of 256 tokens |" in body and "| objective | reward |" in body
+
+
+def test_the_card_of_preferences_names_the_objective() -> None:
+    text = "model: {hf: org/base}\nobjective: dpo\nadapter: {rank: 8}\ndata: {source: p.jsonl}\nsteps: 7\n"
+    _, head, body = model_card(parse_recipe(text + "batch_size: 4\n", SETTINGS), small_plan(), 0.5).split(
+        "---\n", 2
+    )
+    assert yaml.safe_load(head)["tags"] == ["shardwise", "text-generation", "dpo", "lora"]
+    assert "| objective | dpo, beta 0.1 |" in body and "AutoPeftModelForCausalLM" in body
 
 
 def test_init_writes_a_recipe_and_replaces_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from shardwise.engine.build import build
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
+from shardwise.planner.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
@@ -91,3 +92,13 @@ def test_predicted_memory_is_that_of_real_steps(
     predicted = run.peak.bytes + cluster.device.overhead.workspace_bytes
     real = max(pool.run(2, measured, recipe, pinned, timeout=120))
     assert predicted == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize(("packing", "rows"), [(False, 2), (True, 1)])
+def test_a_plan_counts_the_tokens_of_both_answers(packing: bool, rows: int, tmp_path: Path) -> None:
+    """A pair that is not packed is two rows: the tokens of a step, and the rates of plan and run, are those of both."""
+    recipe = recipe_for(tmp_path, "orpo")
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"packing": packing})})
+    strategy = strategy_from({"precision": "fp32", "micro_batch_size": 2})
+    prediction = predict(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster), rank=0)
+    assert prediction.step.tokens == recipe.batch_size * rows * LENGTH

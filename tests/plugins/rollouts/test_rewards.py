@@ -216,7 +216,7 @@ def test_a_text_beyond_the_context_is_refused(pool: Pool, tmp_path: Path) -> Non
 
 
 def test_a_folder_without_a_reward_model_is_refused_by_its_key(tmp_path: Path) -> None:
-    """At once where its files are missing, else when it is read."""
+    """At once, before anything is planned or trained."""
     with pytest.raises(RecipeError, match=r"objective.reward_model: .*away\): there is no such folder"):
         rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path / "away")))
     with pytest.raises(
@@ -224,6 +224,12 @@ def test_a_folder_without_a_reward_model_is_refused_by_its_key(tmp_path: Path) -
     ):
         rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path)))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    rewards = rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path)))
     with pytest.raises(ShardwiseError, match=r"\(objective.reward_model: /"):
-        rewards.of(given(["a"], ["b"]))
+        rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path)))
+    for objective in ("", "objective: dpo\ndata: {source: p.jsonl}\n"):
+        text = f"model: {{preset: tiny}}\nsteps: 1\nbatch_size: 1\n{objective}"
+        (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(
+            RecipeError, match=r"not a reward model \(objective.reward_model: .*another objective"
+        ):
+            rewards_of(ObjectiveSpec(name="ppo", reward_model=str(tmp_path)))
