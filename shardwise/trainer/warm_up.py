@@ -3,7 +3,8 @@
 The first matrix product, collective and optimizer step of a process allocate thread pools, library buffers and
 communicators (tens of MiB on the CPU). They belong to the device, not to the run, so they are allocated before the
 measurement starts. A library's packing buffers grow with the product until its blocks are full (MKL on Intel Sapphire
-Rapids: 6 MiB), so one product of full blocks is included.
+Rapids: 6 MiB), so one product of full blocks is included. Products with few columns to sum over have other ones (MKL
+there: 5 MiB with two threads), so a layer of a small model is included as well.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardwise.technique import layout_of, stages_of, without_own_layers
 from shardwise.trainer.meter import return_large_frees
 
 _BLOCKS = 1024
+_NARROW = 256
 
 
 def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
@@ -90,6 +92,8 @@ def warm_kernels(
         step(run, batches, 1e-4)
     dist.barrier()  # PipeDream's last messages leave while the run lives
     torch.ones(_BLOCKS, _BLOCKS, device=device) @ torch.ones(_BLOCKS, 2 * _BLOCKS, device=device)
+    x, weight = (torch.ones(_BLOCKS, _NARROW, device=device, requires_grad=True) for _ in range(2))
+    F.linear(x, weight).sum().backward()
     if run.options.dtypes.compute.itemsize == 2:
         _attend(run.options.dtypes.compute, device)
     if convolves:
