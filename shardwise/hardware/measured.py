@@ -99,6 +99,7 @@ class MeasuredSpeeds:
         waiting: seconds that a step waits for a collective over those of the curve, by mesh axis.
         slower: factor on all kernels, where the processes are more than were measured.
         attention_order: the backends of attention, the fastest first; () where they were not compared.
+        busy: whether the machine did other work meanwhile; an idle one is measured again before the next plan.
     """
 
     processes: int
@@ -113,6 +114,7 @@ class MeasuredSpeeds:
     waiting: Mapping[str, float] = field(hash=False, default_factory=dict)
     slower: float = 1.0
     attention_order: tuple[str, ...] = ()
+    busy: bool = False
 
     def shared_by(self, processes: int, threads: int, cores: int) -> MeasuredSpeeds:
         """The speeds of one of another number of processes: they divide the cores, and beyond these also the host."""

@@ -149,8 +149,9 @@ def seconds_from(cluster: Cluster) -> str:
     if not device.traits.is_host:
         return f"seconds of kernels were measured on {device.measured_on}, on a {device.name} of this machine"
     processes = device.measured.processes
+    busy = ", while it did other work; it is measured again when it is idle" if device.measured.busy else ""
     return (
         f"seconds come from kernels, collectives and host times measured on {device.measured_on}, on this"
         f" {device.name}, in {processes} process{'es' if processes > 1 else ''} of {device.measured.threads}"
-        f" thread{'s' if device.measured.threads > 1 else ''}"
+        f" thread{'s' if device.measured.threads > 1 else ''}{busy}"
     )

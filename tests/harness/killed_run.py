@@ -1,4 +1,4 @@
-"""A run of the command that is killed once and goes on, beside the same run without a kill."""
+"""A run of the command that is killed once and goes on, and the same run without a kill."""
 
 from __future__ import annotations
 

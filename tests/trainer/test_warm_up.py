@@ -26,5 +26,5 @@ def kept_by_products() -> int:
 
 
 def test_products_of_small_layers_keep_nothing(pool: Pool) -> None:
-    """MKL has other buffers for them than for large ones, in each thread (1.1 MiB here with AVX-512; 9 MiB in a run)."""
+    """MKL has other buffers for them than for large ones, in each thread: 1.1 MiB here with AVX-512, 9 in a run."""
     assert pool.run(1, kept_by_products)[0] < 0.75 * MiB

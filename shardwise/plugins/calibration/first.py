@@ -1,5 +1,7 @@
 """Measures this machine before its first plan: some seconds, once for each number of processes.
 
+A machine that did other work meanwhile is measured again before the next plan while it is idle.
+
 A plan for a preset, for several nodes or for a device of another machine is never measured, and neither are ranks that
 torchrun or srun started. ``SHARDWISE_MEASURE=0`` turns this off. ``shardwise doctor --calibrate`` measures more, and
 replaces these speeds.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.core.errors import one_line
@@ -37,14 +40,14 @@ def measured_first(request: ClusterRequest, cluster: Cluster) -> bool:
     processes = min(cluster.devices_per_node, usable_cores(), MOST_PROCESSES)
     if _is_known(cluster, processes) or not _can_store():
         return False
-    busy, begin = os.getloadavg()[0] > usable_cores() / 2, time.monotonic()
+    busy, begin = _is_busy(), time.monotonic()
     print("measuring this machine (once", end="", file=sys.stderr, flush=True)
     failure = ""
     try:
-        _measure(cluster, processes)
+        _measure(cluster, processes, busy)
     except Exception as problem:
         failure = f" failed, so seconds are assumed: {one_line(str(problem))}"
-    advice = "; it is busy: measure again when it is idle, with shardwise doctor --calibrate" if busy else ""
+    advice = "; it does other work now, so a plan on an idle machine measures it again" if busy else ""
     print(f", {time.monotonic() - begin:.0f} s){failure or advice}", file=sys.stderr, flush=True)
     return not failure
 
@@ -74,7 +77,13 @@ def _is_known(cluster: Cluster, processes: int) -> bool:
     if not cluster.device.traits.is_host:
         return cluster.device.measured is not None
     known = read_calibration()
-    return known is not None and any(speeds.processes == processes for speeds in known.speeds)
+    own = () if known is None else [speeds for speeds in known.speeds if speeds.processes == processes]
+    return any(not speeds.busy or _is_busy() for speeds in own)
+
+
+def _is_busy() -> bool:
+    """Whether other processes used more than half of the cores in the last minute."""
+    return os.getloadavg()[0] > usable_cores() / 2
 
 
 def _can_store() -> bool:
@@ -87,12 +96,12 @@ def _can_store() -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _measure(cluster: Cluster, processes: int) -> None:
+def _measure(cluster: Cluster, processes: int, busy: bool) -> None:
     # torch takes seconds to import, and most plans measure nothing.
     from shardwise.plugins.calibration.run import quick_cpu, quick_gpu
     from shardwise.plugins.calibration.store import add_speeds, store_gpu
 
     if cluster.device.traits.is_host:
-        add_speeds(quick_cpu(processes))
+        add_speeds(replace(quick_cpu(processes), busy=busy))
     else:
         store_gpu(cluster.device, quick_gpu())

@@ -72,13 +72,14 @@ def _written(calibration: machine.Calibration) -> Path:
 def add_speeds(speeds: MeasuredSpeeds) -> Path:
     """Store the speeds of one process next to those that are known for other numbers; returns the file.
 
-    Without a calibration of this machine, its rates are those of the largest kernels.
+    Without a calibration of this machine while it was idle, its rates are those of the largest kernels.
 
     Raises:
         ResourceError: it cannot be written.
     """
     known = machine.read_calibration()
-    if known is None:
+    others = () if known is None else [other for other in known.speeds if other.processes != speeds.processes]
+    if known is None or (known.speeds and all(other.busy for other in known.speeds)):
         bandwidth = speeds.plain[NEW][-1][0] / speeds.plain[NEW][-1][1]
         known = machine.Calibration(
             machine.cpu_model(),
@@ -88,7 +89,7 @@ def add_speeds(speeds: MeasuredSpeeds) -> Path:
             torch=machine.torch_version(),
             day=_today(),
         )
-    return _written(replace(known, speeds=(*known.speeds, speeds)))
+    return _written(replace(known, speeds=(*others, speeds)))
 
 
 def _fastest(grid: Grid) -> float:

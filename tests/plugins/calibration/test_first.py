@@ -11,6 +11,7 @@ from shardwise.hardware import this_machine as machine
 from shardwise.hardware.cluster import cluster_of
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 from shardwise.jobs.request import measured_cluster
+from shardwise.planner.explain import seconds_from
 from shardwise.plugins.calibration import first, run
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import ClusterSpec
@@ -35,6 +36,7 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name in ("RANK", "SLURM_PROCID", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(first, "usable_cores", lambda: 2)
+    monkeypatch.setattr(first.os, "getloadavg", lambda: (0.5, 0.0, 0.0))
     monkeypatch.setattr(run, "quick_cpu", measure)
     monkeypatch.setattr(run, "quick_gpu", lambda: measure(-1))
     return done
@@ -52,6 +54,23 @@ def test_this_machine_is_measured_once(measurements: list[int], capsys: pytest.C
     assert out == "" and err.startswith("measuring this machine (once, 0 s)") and err.count("\n") == 1
     assert measured_cluster(recipe).device.measured is not None
     assert measurements == [2] and capsys.readouterr().err == ""
+
+
+def test_a_machine_with_other_work_is_measured_again_when_it_is_idle(
+    measurements: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = ClusterSpec(devices_per_node=2)
+    with monkeypatch.context() as busy:
+        busy.setattr(first.os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+        assert asked(spec)
+        assert "0 s); it does other work now" in capsys.readouterr().err
+        assert not asked(spec)
+        assert "while it did other work" in seconds_from(cluster_of(spec))
+    assert asked(spec) and not asked(spec)
+    assert measurements == [2, 2]
+    assert "other work" not in capsys.readouterr().err + seconds_from(cluster_of(spec))
+    found = machine.read_calibration()
+    assert found is not None and [speeds.busy for speeds in found.speeds] == [False]
 
 
 def test_each_number_of_processes_up_to_the_cores_is_measured(measurements: list[int]) -> None:
