@@ -16,6 +16,9 @@ from shardwise.recipe.sections import Recipe
 MODEL, GGUF = "model", "model.gguf"
 """Names in a run's folder: of its model as a folder for transformers, and as a file for llama.cpp."""
 
+JUDGES = ("pairs", "scored", "unpaired")
+"""Kinds of samples from which a model learns to tell answers apart."""
+
 
 def next_commands(folder: Path) -> list[tuple[str, str]]:
     """The commands that work on a finished run, each with what it does; [] if there is none."""
@@ -36,6 +39,8 @@ def _commands(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"shardwise chat {here}", "talk with it"
         else:
             yield f"shardwise generate {here} --prompt TEXT", "let it continue a text"
+    if recipe.samples in JUDGES and plugin("serve.preference_measures") is not None:
+        yield f"shardwise eval {here} --preferences PAIRS", "judge other pairs"
     merged = "" if recipe.adapter is None else "the merged model, "
     for name, reader in _forms(folder):
         if not (folder / name).exists():

@@ -66,7 +66,8 @@ def test_eval_of_the_held_out_pairs_is_the_last_evaluation_and_the_page_shows_it
     name, *overrides = words
     evaluated = trained(name, tmp_path, monkeypatch, *overrides)["metrics"]
     write_held_out(tmp_path / "run", tmp_path / "held_out.jsonl")
-    capfd.readouterr()
+    said = capfd.readouterr().out
+    assert "  shardwise eval run --preferences PAIRS " in said.rpartition("next:\n")[2]
     assert run_command(["eval", "run", "--preferences", "held_out.jsonl", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["reference"] == REFERENCES[words] and found["cut"] == found["left_out"] == 0
