@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -333,7 +333,10 @@ class Run(LiveModel):
         self.update.see_capacity()
         return bool(self.enlarged(self.update.capacity_used))
 
-    def unlimited(self) -> AbstractContextManager[None]:
-        """Within it the capacity is all that can be asked for, and its use does not count."""
-        capacity = self.options.capacity
-        return nullcontext() if capacity is None else capacity.unlimited()
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Within it the model continues texts token by token, whole ones on every rank."""
+        with ExitStack() as stack:
+            for context in self.options.sampling:
+                stack.enter_context(context())
+            yield

@@ -61,8 +61,8 @@ class Sampler(Protocol):
     def exceeded(self) -> bool:
         """Whether passes left out tokens of experts for lack of room, and must be run again; there is more room now."""
 
-    def unlimited(self) -> AbstractContextManager[None]:
-        """Within it there is room for all tokens of experts."""
+    def sampling(self) -> AbstractContextManager[None]:
+        """Within it the model continues texts token by token, whole ones on every rank."""
 
 
 class Prompts(Protocol):

@@ -157,6 +157,7 @@ class ExpertParallel(Dividing):
         site.view.own_axes |= dict.fromkeys(divided, tuple(axes))
         if site.trained:
             site.options.capacity = room
+            site.options.sampling.append(room.unlimited)
 
 
 def _count_tokens(site: Site) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import Wrapping
 from shardwise.technique.rules import Case, Rule
-from shardwise.technique.sequence import SEQUENCE_PARALLEL
 from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_PARALLEL
 
@@ -69,7 +68,6 @@ def _resolved(case: Case) -> str:
 
 RULES: tuple[Rule, ...] = (
     _generated("pipeline_parallel", _in_stages),
-    _generated("sequence_parallel", lambda case: case.strategy[SEQUENCE_PARALLEL] > 1),
     Rule(
         key="reference",
         reason="the objective compares with no reference",

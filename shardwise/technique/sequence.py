@@ -180,7 +180,11 @@ class SequenceParallel(Dividing):
         for stage in site.view.stages:
             blocks = tuple(stage.blocks) or (stage.model,)
             packed = context.recipe.data.packing
-            ContextParallelAttention(stage.model, blocks, _attend(site, balanced), degree, packed, group)
+            parallel = ContextParallelAttention(
+                stage.model, blocks, _attend(site, balanced), degree, packed, group
+            )
+            if site.trained:
+                site.options.sampling.append(parallel.whole_sequences)
 
 
 def _attend(site: Site, ring: bool) -> Attend:

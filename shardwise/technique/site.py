@@ -99,9 +99,6 @@ class Capacity(Protocol):
     def imbalance(self, used: float) -> float:
         """The load relative to a balanced one."""
 
-    def unlimited(self) -> AbstractContextManager[None]:
-        """Within it there is room for any load, and its use does not count."""
-
     def enlarge(self, used: float) -> str:
         """Make room for this share and a little more, on every rank alike; the change in words."""
 
@@ -180,6 +177,7 @@ class EngineOptions:
         batch_transforms: applied to every micro-batch before anything is computed from it.
         micro_batch_hooks: called before every micro-batch.
         backward_hooks: called after the last backward pass of a step, before anything reads the gradients.
+        sampling: entered where the model continues texts token by token: every rank runs all of a text.
         sequence_shards: ranks over which hidden states are divided along the sequence between blocks.
         random_per_rank: whether ranks of the tensor axis draw random numbers of their own.
         groups: process groups other than those of single mesh axes, each with the name of its axis (of joined ones,
@@ -198,6 +196,7 @@ class EngineOptions:
     batch_transforms: list[BatchTransform] = field(default_factory=list)
     micro_batch_hooks: list[MicroBatchHook] = field(default_factory=list)
     backward_hooks: list[Callable[[], None]] = field(default_factory=list)
+    sampling: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
     sequence_shards: int = 1
     random_per_rank: bool = False
     groups: list[tuple[str, ProcessGroup]] = field(default_factory=list)

@@ -107,7 +107,7 @@ class PlainRank:
     def exceeded(self) -> bool:
         return False
 
-    def unlimited(self) -> AbstractContextManager[None]:
+    def sampling(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

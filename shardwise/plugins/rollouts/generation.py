@@ -88,10 +88,10 @@ def _largest(number: int | Tensor, device: torch.device) -> int:
 
 @contextmanager
 def _sampling(live: Sampler, temperature: float) -> Iterator[None]:
-    """Within it logits are divided by the temperature. Few tokens, as of one pass, may all have the same expert."""
+    """Within it logits are divided by the temperature."""
     with (
         in_evaluation(live.model),
-        live.unlimited(),
+        live.sampling(),
         tempered(live.blueprint.output(live.model), temperature),
     ):
         yield

@@ -31,7 +31,9 @@ class GroupPolicyGradient(RolloutObjective):
 
     def count(self, blueprint: Blueprint, batch: Batch) -> Tensor:
         if self.asked.normalise == "length":
-            return batch["present"].sum() * self.spec.completion
+            completions = batch["present"].sum() * self.spec.completion
+            # Of ranks that divide the tokens of a row, the one with the first token counts it.
+            return completions * (batch["positions"] == 0).any() if "positions" in batch else completions
         return valid_targets(batch["labels"])
 
     def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from shardwise.plugins.rollouts.advantages import truncated_ratio
 from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import generate, rehearse
 from shardwise.plugins.rollouts.rewards import rewards_of
-from shardwise.plugins.rollouts.source import OverBatches, Rollouts, RolloutSpec, Tables
+from shardwise.plugins.rollouts.source import COLUMN, ROW, OverBatches, Rollouts, RolloutSpec, Tables
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.runtime.language_loss import tempered, valid_targets
 from shardwise.runtime.measures import note
@@ -60,7 +60,8 @@ class RolloutObjective(Referenced, SamplingObjective):
         rows: SampleShapes = dict.fromkeys(("lengths", "ended", "present"), ((), torch.int64))
         rewards = (1 + len(self.rewards.rewards),)
         self._of_rows = {**rows, "rewards": (rewards, torch.float64), "deviation": ((), torch.float64)}
-        self.per_token, self.per_sample = frozenset(self.values), frozenset(self._of_rows)
+        self.per_token = frozenset((*self.values, COLUMN))
+        self.per_sample = frozenset((*self._of_rows, ROW))
 
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
         values = dict.fromkeys(self.values, ((data.sequence_length,), torch.float32))

@@ -40,6 +40,9 @@ from shardwise.trainer.run_log import warn
 KEPT = 2
 """Rollouts that are kept: that of the running step, and that of the step whose results are being read."""
 
+ROW, COLUMN = "row", "column"
+"""Where the tokens of a micro-batch are in the tables of its rollout."""
+
 HELD_OUT = 2**62
 """In the place of the number of a rollout: every evaluation has the same random numbers."""
 
@@ -161,16 +164,20 @@ class Rollouts:
         return batches
 
     def computed(self, tables: Tables, compute: OverBatches) -> Tensor:
-        """A table of the results of ``compute`` for the micro-batches of the whole rollout."""
-        size = len(tables["labels"])
-        batches = self.micro_batches({**tables, "row": torch.arange(size)}, range(size))
-        present, rows = (torch.cat([batch[name] for batch in batches]) for name in ("present", "row"))
-        local = [self.run.local_batch(batch) for batch in batches]
+        """A table of the results of ``compute``, [m, ..., tokens], for the micro-batches of the whole rollout."""
+        size, length = tables["labels"].shape
+        numbers = {ROW: torch.arange(size), COLUMN: torch.arange(length).expand(size, length)}
+        batches = self.micro_batches(tables | numbers, range(size))
+        local = [self.run.local_batch(batch) for batch in batches]  # a part of each row, if ranks divide them
+        present, rows, columns = (torch.cat([part[n] for part in local]) for n in ("present", ROW, COLUMN))
         results = compute(self.run.passes, local)
         while self.run.exceeded():
             results = compute(self.run.passes, local)
-        values = torch.cat([result for result in results if result is not None])
-        return self._shared(values[present.bool()], rows[present.bool()], size)
+        values = torch.cat([result for result in results if result is not None]).movedim(-1, 1)
+        own = present.bool()
+        index = (rows.unsqueeze(1) * length + columns)[own].flatten()
+        whole = self._shared(values[own].flatten(0, 1), index, size * length)
+        return whole.unflatten(0, (size, length)).movedim(1, -1)
 
     # ---- making a rollout ---------------------------------------------------------------------------------
 

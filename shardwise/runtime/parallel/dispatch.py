@@ -75,6 +75,7 @@ class Room:
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
+        """Within it there is room for all tokens, and its use does not count: few may all have the same expert."""
         before = self.factor, self.used
         self.factor, self.used = math.inf, None
         try:

@@ -16,7 +16,8 @@ Labels are shifted before they are sharded, so the last token of a part has its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,7 @@ class ContextParallelAttention:
     group: TPGroup
     _running: list[nn.Module] = field(default_factory=list)
     _met: set[nn.Module] = field(default_factory=set)
+    _divided: bool = True
 
     def __post_init__(self) -> None:
         self._router = _AttentionRouter(self.attend, self.ranks if self.packed else None, self._meet)
@@ -112,9 +114,19 @@ class ContextParallelAttention:
         set_sequence_ranks(self.model, self.ranks)
         set_sequence_group(self.model, self.group)
 
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Within it the model gets all tokens, on every rank, and its attention is its own."""
+        self._divided = False
+        try:
+            yield
+        finally:
+            self._divided = True
+
     def _enter(self, block: nn.Module, args: Any) -> None:
-        self._running.append(block)
-        self._router.__enter__()
+        if self._divided:
+            self._running.append(block)
+            self._router.__enter__()
 
     def _leave(self, *_: object) -> None:
         if self._running:
@@ -126,6 +138,8 @@ class ContextParallelAttention:
 
     def _require_all(self, *_: object) -> None:
         """Every block called attention. Of compiled blocks that share a graph, only the traced one did."""
+        if not self._divided:
+            return
         _traced.update(shared for block in self._met if (shared := compiled_as(block)) is not block)
         met = self._met | _traced
         missing = next((block for block in self.blocks if compiled_as(block) not in met), None)

@@ -151,6 +151,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo with a copy": ("grpo", KL, {}),
     "rloo with an adapter": ("rloo", KL, {"adapter": ADAPTER}),
     "ppo": ("ppo", {**PPO, "beta": 0.1}, {}),
+    "grpo by length": ("grpo", {"normalise": "length"}, {}),
 }
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {"micro_batch_size": 5}),  # the last micro-batch has padding
@@ -158,6 +159,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero_stage": 1, "micro_batch_size": 4}),  # one rank has more rows than the other
     (2, {"tensor_parallel": 2}),
     (4, {"tensor_parallel": 2, "zero_stage": 3, "activation_checkpointing": "full", "loss": "chunked"}),
+    (2, {"sequence_parallel": 2}),
+    (4, {"sequence_parallel": 2, "sequence_method": "ring", "zero_stage": 3}),
+    (4, {"sequence_parallel": 2, "tensor_parallel": 2, "activation_checkpointing": "full"}),
 ]
 
 
@@ -187,6 +191,7 @@ ROUTED: dict[str, Any] = {
 ON_OTHER_RANKS: list[dict[str, Any]] = [
     {"expert_parallel": 2},
     {"expert_parallel": 2, "tensor_parallel": 2},  # which does not divide the 9 tokens of a pass
+    {"expert_parallel": 2, "sequence_parallel": 2},
 ]
 
 

@@ -92,6 +92,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("rloo", 2, {"zero_stage": 2}, {"beta": 0.04}, {"adapter": ADAPTER}),
     ("ppo", 2, {"zero_stage": 3, "micro_batch_size": 64}, {"beta": 0.0, "epochs": 1}, {}),
     ("grpo", 2, {"zero_stage": 3, "expert_parallel": 2}, {"beta": 0.04}, {"model": MIXTURE}),
+    ("grpo", 2, {"zero_stage": 3, "sequence_parallel": 2}, {"beta": 0.04}, {}),
 ]
 
 
