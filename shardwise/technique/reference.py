@@ -13,7 +13,7 @@ possible, or do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
@@ -42,12 +42,6 @@ def _generates(case: Case) -> bool:
     return case.recipe.samples == "prompts"
 
 
-def _generated(key: str, broken: Callable[[Case], bool]) -> Rule:
-    """A layout in which no completions are generated, one token after the other."""
-    reason = "completions are generated and scored by ranks that run whole sequences through all blocks"
-    return Rule(key, reason, lambda case: _generates(case) and broken(case), lambda case: {key: 1})
-
-
 def _in_stages(case: Case) -> bool:
     return case.ranks(lambda axis: axis.stages) > 1
 
@@ -67,7 +61,12 @@ def _resolved(case: Case) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    _generated("pipeline_parallel", _in_stages),
+    Rule(
+        key="pipeline_parallel",
+        reason="completions are generated and scored by ranks that have all blocks",
+        broken=lambda case: _generates(case) and _in_stages(case),
+        nearest=lambda case: {"pipeline_parallel": 1},
+    ),
     Rule(
         key="reference",
         reason="the objective compares with no reference",
