@@ -212,7 +212,6 @@ def predicted(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     length, objective = row["length"], row.get("objective")
     values = {
         "model": model,
-        "objective": objective or "next_token",
         "data": packed_pairs(folder, length) if objective else {"sequence_length": length},
         "steps": 2,
         "batch_size": row["batch"],

@@ -21,6 +21,7 @@ from shardwise.checkpoint.run_folder import RECIPE, require_base_in_place
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import DataError, RecipeError
+from shardwise.core.hub_folder import folder_of
 from shardwise.core.paths import path_of
 from shardwise.core.run_files import Which
 from shardwise.data import Tokenizer, open_tokenizer
@@ -252,8 +253,6 @@ def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:
 
 def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
     """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
-    from shardwise.model.hf import folder_of
-
     path = path_of(source)
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))
     files: dict[str, ExtraFile] = {name: where / name for name in _TOKENIZER if (where / name).is_file()}

@@ -1,6 +1,6 @@
 """Language models of transformers, from a folder or a hub id. Other rooms import from here alone.
 
-`source` finds the folder and checks config.json. `objective` has the class of each objective, and a probe that finds a
+`source` checks config.json. `objective` has the class of each objective, and a probe that finds a
 model of another kind. `model` is the blueprint. It asks `stages`, `tensor_plan` and `experts` how its class is cut,
 sharded and routed; `calls` keeps transformers from reading values. `conversion` fills the model from files, and
 `folder_weights` reads and writes its folder under the model's names. `heads` has models with other output layers.
@@ -10,7 +10,6 @@ from shardwise.model.hf.folder_weights import FolderWeights
 from shardwise.model.hf.heads import ScoringModel, ValuingModel
 from shardwise.model.hf.model import HuggingFaceModel
 from shardwise.model.hf.objective import AUTO_CLASSES
-from shardwise.model.hf.source import folder_of
 
 __all__ = [
     "AUTO_CLASSES",
@@ -18,5 +17,4 @@ __all__ = [
     "HuggingFaceModel",
     "ScoringModel",
     "ValuingModel",
-    "folder_of",
 ]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.hub_folder import folder_of
 from shardwise.model.blueprint import (
     Batch,
     Blueprint,
@@ -45,7 +46,7 @@ from shardwise.model.hf.conversion import fill_from_files, match_names, restore_
 from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
 from shardwise.model.hf.folder_weights import FolderWeights, stored_groups
 from shardwise.model.hf.objective import build_for, decoder_inputs, require_objective, stored_objective
-from shardwise.model.hf.source import folder_of, load_config
+from shardwise.model.hf.source import load_config
 from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers

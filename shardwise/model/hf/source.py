@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-from shardwise.core.errors import RecipeError, one_line
+from shardwise.core.errors import RecipeError
 from shardwise.core.extras import install
-from shardwise.core.paths import missing, only_a_path, path_of
+from shardwise.core.hub_folder import folder_of
 from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf.objective import stored_objective
 
@@ -132,41 +129,3 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
 
 def _listed_values(values: Mapping[str, float]) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in values.items())
-
-
-def folder_of(source: str, files: list[str]) -> Path:
-    """The folder itself, or the local folder with the downloaded ``files`` of a hub id."""
-    folder = path_of(source)
-    if folder.is_dir():
-        return folder
-    where = f"model.hf: {source}"
-    if folder.exists():
-        raise RecipeError("no such folder", where=where, why="it is a file", fix="give the model's folder")
-    if only_a_path(source):
-        near = get_close_matches(folder.name, _names_in(folder.parent), n=1)
-        fix = f"did you mean {folder.parent / near[0]}?" if near else "check the path"
-        raise RecipeError("no such folder", where=where, why=missing(source), fix=fix)
-    transformers_library()
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=files))
-    except Exception as error:  # network, name or licence; the text says which
-        raise RecipeError(
-            "no such model here or on the Hub",
-            where=where,
-            why=f"{missing(source)}; from the Hub: {_said_by(error)}",
-            fix="check the name and the network, or give a local folder",
-        ) from error
-
-
-def _said_by(error: Exception) -> str:
-    """The kind and the start of an error of the Hub's library."""
-    return f"{type(error).__name__}: {one_line(str(error))[:40]}…"
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []

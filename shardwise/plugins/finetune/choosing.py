@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from shardwise.checkpoint.run_folder import RECIPE as RUN_RECIPE
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
+from shardwise.core.hub_folder import folder_of
 from shardwise.core.paths import STANDARD_LIBRARY, PathBase, is_gone, seen_from
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
@@ -87,8 +88,6 @@ def text_config(model: str) -> dict[str, Any]:
     Raises:
         RecipeError: there is no such model, or its config cannot be read.
     """
-    from shardwise.model.hf import folder_of
-
     if model in PRESETS:
         why = "a preset has dimensions, and no trained weights"
         raise RecipeError(
@@ -211,12 +210,11 @@ def draft(
     model: str,
     source: str,
     epochs: float | None,
-    hardware: Hardware,
     *,
     preference: str | None = None,
     missing_ok: bool = False,
 ) -> FineTuning:
-    """A run before its method is chosen.
+    """A run before its hardware is known and its method is chosen. Imports no torch before the data is read.
 
     Args:
         epochs: None is the usual number.
@@ -230,7 +228,7 @@ def draft(
     here = PathBase.here()
     model, source = here.located(model), here.located_source(source)
     passes = epochs or (PREFERENCE_EPOCHS if preference else EPOCHS)
-    whole = FineTuning(model, source, passes, hardware=hardware, preference=preference)
+    whole = FineTuning(model, source, passes, preference=preference)
     try:
         config = text_config(model)
     except RecipeError:
@@ -248,7 +246,6 @@ def draft(
         return replace(whole, shape=shape, objective=objective, unread=(source,))
     shape, sequences = shape_of(model, source, context, kind)
     batch = max(1, min(_BATCH, sequences // _STEPS_PER_EPOCH))
-    batch = -(-batch // hardware.count) * hardware.count  # every device has a sequence
     return replace(whole, batch_size=batch, shape=shape, objective=objective)
 
 

@@ -61,18 +61,20 @@ def command(
         raise RecipeError("started by another launcher", where="finetune", why=why, fix=fix)
     with ExitStack() as stack:
         with working("reading the data") as progress:
-            hardware = hardware_here(device.value if device else None)
-            stack.enter_context(preloaded_run(hardware.count))
             wanted: FineTuningMethod | None = method.value if method else None
             preference = objective.value if objective else None
-            if file.is_file():
+            read = None
+            if not file.is_file():
+                require_no_run(out)
+                read = draft(model, data, epochs, preference=preference)
+            hardware = hardware_here(device.value if device else None)
+            stack.enter_context(preloaded_run(hardware.count))
+            if read is None:
                 given = Options(epochs, wanted, hardware.device if device else None, preference)
                 recipe, cluster = going_on(file, model, data, given, overrides or ())
                 plan = None
             else:
-                require_no_run(out)
-                asked = draft(model, data, epochs, hardware, preference=preference)
-                chosen = choose_method(asked, wanted, overrides or (), progress)
+                chosen = choose_method(read.on(hardware), wanted, overrides or (), progress)
                 recipe, cluster, plan = chosen.recipe, chosen.cluster, chosen.plan
                 out.mkdir(parents=True, exist_ok=True)
                 file.write_text(chosen.text, encoding="utf-8")

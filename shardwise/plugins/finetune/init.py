@@ -89,18 +89,16 @@ def command(
     from shardwise.plugins.finetune.choosing import EPOCHS, draft, hardware_here
     from shardwise.plugins.finetune.written_recipe import PREFERENCE_EPOCHS
 
-    hardware = hardware_here(device.value if device else None)
     preference = objective.value if objective else None
     if model == PLACEHOLDER:
         passes = epochs or (PREFERENCE_EPOCHS if preference else EPOCHS)
-        asked = FineTuning(
-            model, data, passes, hardware=hardware, preference=preference, unread=(model, data)
-        )
+        asked = FineTuning(model, data, passes, preference=preference, unread=(model, data))
     else:
-        asked = draft(model, data, epochs, hardware, preference=preference, missing_ok=True)
+        asked = draft(model, data, epochs, preference=preference, missing_ok=True)
         asked = replace(
             asked, model=seen_from(asked.model, out.parent), data=seen_from(asked.data, out.parent)
         )
+    asked = asked.on(hardware_here(device.value if device else None))
     chosen = method.value if method else "lora"
     write_whole(out, asked.recipe(chosen).encode("utf-8"))  # type: ignore[arg-type]
     typer.echo(f"{out}: the recipe, written")

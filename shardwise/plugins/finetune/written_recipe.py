@@ -7,7 +7,7 @@ TRL and of Hu et al. (arXiv:2106.09685) and Dettmers et al. (arXiv:2305.14314). 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from shardwise.recipe.objective import READ
@@ -97,6 +97,11 @@ class FineTuning:
     objective: str = "causal"
     preference: str | None = None
     unread: tuple[str, ...] = ()
+
+    def on(self, hardware: Hardware) -> FineTuning:
+        """The run on these devices, each of which has a sequence of a batch."""
+        batch = -(-self.batch_size // hardware.count) * hardware.count
+        return replace(self, hardware=hardware, batch_size=batch)
 
     def recipe(self, method: FineTuningMethod, why: str = "") -> str:
         """The recipe as YAML with comments.

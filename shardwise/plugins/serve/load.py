@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.checkpoint.saved_weights import stream_weights
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
+from shardwise.core.hub_folder import folder_of
 from shardwise.core.paths import no_folder
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.tokenizer_files import GENERATION_CONFIG, ends_of_model
@@ -96,8 +97,6 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
 
 def _end_tokens(source: str) -> tuple[int, ...]:
     """The ends that the files of a folder or of a hub id name."""
-    from shardwise.model.hf import folder_of
-
     return ends_of_model(folder_of(source, ["config.json", GENERATION_CONFIG]))
 
 

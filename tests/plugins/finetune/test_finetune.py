@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +86,7 @@ def test_sequences_follow_from_the_records(letters: int, length: int, packing: b
     shape, sequences = shape_of(str(base), str(data), finetuning.context_of(str(base)))
     assert (shape.sequence_length, shape.packing) == (length, packing)
     assert 5 < sequences < 12 if packing else sequences > 50
-    asked = draft(str(base), str(data), 3.0, Hardware(count=3))
+    asked = draft(str(base), str(data), 3.0).on(Hardware(count=3))
     assert asked.batch_size % 3 == 0  # every device has a sequence
     recipe = parse_recipe(asked.recipe("lora"), SETTINGS)
     assert recipe.data.sequence_length == length
@@ -93,12 +95,24 @@ def test_sequences_follow_from_the_records(letters: int, length: int, packing: b
 def test_records_that_do_not_suit_the_objective_are_refused_by_its_option(tmp_path: Path) -> None:
     base, data = write_base(tmp_path / "base"), write_chats(tmp_path / "chats.jsonl")
     with pytest.raises(DataError) as caught:
-        draft(str(base), str(data), 1.0, Hardware(), preference="dpo")
+        draft(str(base), str(data), 1.0, preference="dpo")
     assert caught.value.what.startswith("this --objective needs pairs: chosen and rejected")
     assert caught.value.fix == "give pairs, or leave --objective out"
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "choosen": "b", "rejected": "c"}')
     with pytest.raises(DataError, match="did you mean 'chosen' by 'choosen'"):
-        draft(str(base), str(tmp_path / "pairs.jsonl"), 1.0, Hardware(), preference="dpo")
+        draft(str(base), str(tmp_path / "pairs.jsonl"), 1.0, preference="dpo")
+
+
+def test_a_fault_of_the_data_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    base, pairs = write_base(tmp_path / "base"), tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "choosen": "b", "rejected": "c"}')
+    lines = (
+        "import sys",
+        "from shardwise.cli.main import run",
+        f"assert run(['finetune', {str(base)!r}, {str(pairs)!r}, '--objective', 'dpo']) != 0",
+        "assert 'torch' not in sys.modules",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=tmp_path)
 
 
 def test_text_is_cut_into_sequences(tmp_path: Path) -> None:
@@ -182,7 +196,7 @@ def test_gpus_are_found_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_presets_have_no_weights_to_tune() -> None:
     with pytest.raises(RecipeError, match="llama-3-8b cannot be fine-tuned"):
-        draft("llama-3-8b", "a.jsonl", 1.0, Hardware())
+        draft("llama-3-8b", "a.jsonl", 1.0)
 
 
 @pytest.mark.parametrize("adapter", ["", "adapter: {rank: 8, quantize: nf4}\n"])

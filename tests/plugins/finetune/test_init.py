@@ -10,7 +10,6 @@ import pytest
 
 from shardwise.cli.main import run
 from shardwise.plugins.finetune.choosing import draft
-from shardwise.plugins.finetune.written_recipe import Hardware
 from shardwise.recipe.load import parse_recipe
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -84,7 +83,7 @@ def test_the_recipe_has_the_sequences_of_finetune(
     recipe = written("base", data)
     said = capsys.readouterr().out
     assert "not read" not in said and "shardwise train recipe.yaml --out runs/recipe" in said
-    asked = draft("base", data, 3.0, Hardware())
+    asked = draft("base", data, 3.0)
     assert recipe.data.sequence_length == asked.shape.sequence_length
     assert recipe.data.sequence_length == length or data == "little.txt"
     assert (recipe.data.packing, recipe.batch_size) == (packing, asked.batch_size)

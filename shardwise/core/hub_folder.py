@@ -1,0 +1,50 @@
+"""The folder of a model: one on this machine, or what the Hugging Face Hub has under its id."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+
+from shardwise.core.errors import RecipeError, one_line
+from shardwise.core.extras import install
+from shardwise.core.paths import missing, only_a_path, path_of
+
+
+def folder_of(source: str, files: list[str]) -> Path:
+    """The folder itself, or the local folder with the downloaded ``files`` of a hub id."""
+    folder = path_of(source)
+    if folder.is_dir():
+        return folder
+    where = f"model.hf: {source}"
+    if folder.exists():
+        raise RecipeError("no such folder", where=where, why="it is a file", fix="give the model's folder")
+    if only_a_path(source):
+        near = get_close_matches(folder.name, _names_in(folder.parent), n=1)
+        fix = f"did you mean {folder.parent / near[0]}?" if near else "check the path"
+        raise RecipeError("no such folder", where=where, why=missing(source), fix=fix)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise RecipeError("transformers is not installed", where="model.hf", fix=install("hf")) from error
+    try:
+        return Path(snapshot_download(source, allow_patterns=files))
+    except Exception as error:  # network, name or licence; the text says which
+        raise RecipeError(
+            "no such model here or on the Hub",
+            where=where,
+            why=f"{missing(source)}; from the Hub: {_said_by(error)}",
+            fix="check the name and the network, or give a local folder",
+        ) from error
+
+
+def _said_by(error: Exception) -> str:
+    """The kind and the start of an error of the Hub's library."""
+    return f"{type(error).__name__}: {one_line(str(error))[:40]}…"
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
