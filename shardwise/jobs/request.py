@@ -10,6 +10,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.recipe.load import read_recipe
+from shardwise.recipe.paths import require_modules, with_whole_paths
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
 
@@ -29,9 +30,17 @@ class RunWorkers(Protocol):
     ) -> None: ...
 
 
-def read_request(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster]:
-    """Read and check a recipe without loading torch. Raises RecipeError with the file and the line at fault."""
+def read_request(
+    recipe_file: Path, overrides: Sequence[str], *, modules: bool = True
+) -> tuple[Recipe, Cluster]:
+    """Read and check a recipe without loading torch. Raises RecipeError with the file and the line at fault.
+
+    Args:
+        modules: whether the user's modules that it names must be there.
+    """
     recipe, source = read_recipe(recipe_file, overrides, SETTINGS)
+    if modules:
+        require_modules(with_whole_paths(source, SETTINGS))
     cluster = cluster_of(recipe.cluster)
 
     def where(key: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.module_files import require_defined
 from shardwise.core.paths import PathBase, path_of
 from shardwise.core.strategy import FolderForm, Setting
 from shardwise.hardware.profiles import OWN
@@ -36,6 +37,14 @@ _PATHS: dict[KeyPath, Locate] = {
     ("callbacks", "*"): PathBase.located_module,
 }
 """The keys that are paths, ids or modules, with * for every item."""
+
+
+def require_modules(document: YamlDocument) -> None:
+    """Raise RecipeError, with file and line, for an object of a user's module that is not there. Imports nothing."""
+    for pattern in (pattern for pattern, locate in _PATHS.items() if locate is PathBase.located_module):
+        for section, key, path in _matching(document.values, pattern, ()):
+            if isinstance(section[key], str):
+                require_defined(section[key], document.where(path))
 
 
 def with_whole_paths(document: YamlDocument, settings: Sequence[Setting[Any]] = ()) -> YamlDocument:

@@ -77,7 +77,7 @@ def served_recipe(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster
     Raises RecipeError.
     """
     if (path / RECIPE).is_file():
-        recipe, cluster = read_request(path / RECIPE, overrides)
+        recipe, cluster = read_request(path / RECIPE, overrides, modules=False)
         require_base_in_place(path, recipe)
         return recipe, cluster
     if not (path / _CONFIG).is_file():
