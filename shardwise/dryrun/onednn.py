@@ -7,7 +7,8 @@ and weights to it and the result back, for each of the three products:
     gradient of x       dy and w and dx in blocks, then dx in blocks and dx; with a stride, dx twice
     gradient of w       dy and x in blocks, or dw in blocks; in 16 bits also dw in fp32, and per thread a sample of each
 
-Tensors with the channels last are not reordered. Where oneDNN has no kernel (fp16 without instructions for it),
+With AMX tiles, dense convolutions in 16 bits have the channels last instead of blocks, and the result is copied once
+more. Tensors with the channels last are not reordered. Where oneDNN has no kernel (fp16 without instructions for it),
 PyTorch's own convolution unfolds the whole batch. ``ONEDNN_VERBOSE=2`` prints the reorders, and
 tests/dryrun/test_onednn.py measures.
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.runtime.torch_private_onednn import convolution_backend
+from shardwise.runtime.torch_private_onednn import convolution_backend, onednn_compiles
 
 _FEW_CHANNELS = 3
 """A convolution of at most so many channels reads them as they are."""
@@ -73,15 +74,22 @@ def _size_of(tensor: Sized) -> int:
     return math.prod(tensor.shape) * tensor.itemsize
 
 
-def _blocked(tensor: Sized) -> int:
-    """Bytes of [n, channels, ...] in blocks of channels."""
+def _in_tiles(x: Tensor, groups: int) -> bool:
+    """Whether a convolution multiplies AMX tiles."""
+    return groups == 1 and onednn_compiles().get(x.dtype, False)
+
+
+def _blocked(tensor: Sized, tiles: bool) -> int:
+    """Bytes of [n, channels, ...] in blocks of channels, or with the channels last."""
     channels = tensor.shape[1]
+    if tiles:
+        return _size_of(tensor)
     return _size_of(tensor) // channels * -(-channels // _block_channels()) * _block_channels()
 
 
-def _reordered(tensor: Tensor) -> int:
+def _reordered(tensor: Tensor, tiles: bool) -> int:
     """Bytes of the copy that a convolution reads."""
-    return 0 if tensor.shape[1] <= _FEW_CHANNELS else _blocked(tensor)
+    return 0 if tensor.shape[1] <= _FEW_CHANNELS and not tiles else _blocked(tensor, tiles)
 
 
 def _channels_last(*tensors: Tensor) -> bool:
@@ -113,8 +121,10 @@ def _convolution(
     elif _channels_last(x, weight):
         size = _size_of(weight)
     else:
-        again = 2 if transposed and math.prod(stride) > 1 else 1
-        size = max(_reordered(x) + _size_of(weight) + _blocked(y) - _size_of(y), again * _blocked(y))
+        tiles = _in_tiles(x, groups)
+        again = 2 if tiles or (transposed and math.prod(stride) > 1) else 1
+        there = _reordered(x, tiles) + _size_of(weight) + _blocked(y, tiles) - _size_of(y)
+        size = max(there, again * _blocked(y, tiles))
     workspace = x.new_empty(size, dtype=torch.uint8)
     output = torch.ops.aten.convolution(x, weight, bias, *form)
     del workspace
@@ -137,7 +147,7 @@ def _convolution_backward(
 ) -> Any:
     form = (stride, padding, dilation, transposed, output_padding, groups)
     backend = convolution_backend(x, weight, None, *form, bias_sizes=bias_sizes)
-    to_x, to_weight = output_mask[0], output_mask[1]
+    to_x, to_weight, tiles = output_mask[0], output_mask[1], _in_tiles(x, groups)
     sizes = [0]
     if backend.startswith("Slow"):
         if not transposed:
@@ -148,11 +158,12 @@ def _convolution_backward(
         if to_x:
             strided = math.prod(stride) > 1 and not transposed
             again = 2 if strided else 1
-            dx = _size_of(x) if x.shape[1] == 1 or strided else _blocked(x)
+            dx = _size_of(x) if x.shape[1] == 1 or strided else _blocked(x, tiles)
             own = _size_of(weight) if to_weight else 0
-            sizes.append(max(_blocked(dy) + _size_of(weight) + dx - _size_of(x), again * dx) - own)
+            sizes.append(max(_blocked(dy, tiles) + _size_of(weight) + dx - _size_of(x), again * dx) - own)
         if to_weight:
-            reordered = 0 if _plain_weight_gradient(weight) else _blocked(dy) + _reordered(x)
+            plain = _plain_weight_gradient(weight)
+            reordered = 0 if plain else _blocked(dy, tiles) + _reordered(x, tiles)
             sizes.append(max(reordered + _of_half(dy, x, weight, threads), _size_of(weight)))
     workspace = x.new_empty(max(sizes), dtype=torch.uint8)
     gradients = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, output_mask)
