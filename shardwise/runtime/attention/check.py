@@ -126,10 +126,15 @@ def _compared_rows(queries: int, device: torch.device) -> Tensor:
 
 
 def _mask(call: AttentionCall, device: torch.device) -> Tensor | None:
-    """Which key a query sees, [s, t]; None for all."""
+    """Which key a query sees, [s, t]; None for all.
+
+    PyTorch's causal mask begins at the first key, whatever the lengths. A dense one shows every query some key: more
+    queries than keys, as in cross-attention, leave none out.
+    """
     if not (call.causal or call.masked):
         return None
-    return torch.ones(call.queries, call.keys, dtype=torch.bool, device=device).tril(call.keys - call.queries)
+    first = max(call.keys - call.queries, 0) if call.masked else 0
+    return torch.ones(call.queries, call.keys, dtype=torch.bool, device=device).tril(first)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

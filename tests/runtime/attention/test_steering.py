@@ -87,6 +87,27 @@ def test_kernels_that_are_right_are_trusted(dtype: torch.dtype, length: int) -> 
     assert not newly_replaced()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("queries", "keys", "masked", "causal"),
+    [
+        (24, 16, True, False),  # a decoder whose text is longer than the encoder's
+        (16, 24, True, False),
+        (24, 16, False, True),
+        (16, 24, False, True),
+        (1, 24, False, True),
+        (5, 1, False, False),  # one key has all the weight, and gradients of q and k are 0
+        (1, 1, False, True),
+    ],
+)
+def test_kernels_are_trusted_with_other_numbers_of_keys_than_queries(
+    dtype: torch.dtype, queries: int, keys: int, masked: bool, causal: bool
+) -> None:
+    other = AttentionCall(dtype, *(4, 2, queries, keys, 8, 8), masked=masked, causal=causal, dropout=False)
+    for names in (("fused",), ("math",)):
+        assert attention_error(other, CPU, names) < TOLERANCES[dtype] / 2
+
+
 @pytest.mark.parametrize(
     ("name", "kernel", "length", "said"),
     [
