@@ -55,6 +55,9 @@ class _Compilation:
     numbers: Mapping[Number, int]
 
 
+_PLAIN = (bool, int, float, str)
+"""Types of attributes that a schedule may change between calls."""
+
 _compilations: OrderedDict[Any, list[_Compilation]] = OrderedDict()
 _seconds = 0.0
 _tracing = False
@@ -129,6 +132,8 @@ class CompiledForward:
         self._eager = block.forward
         self._own = frozenset(vars(block))  # FSDP2 will add its state
         self._weights: list[tuple[dict[str, Any], str]] | None = None
+        self._attributes: list[tuple[dict[str, Any], str]] = []
+        self._values: list[Any] | None = None
         self._code: Any = None
         self._numbers: dict[Number, int] = {}
         self.budget: float | None = 1.0
@@ -139,6 +144,9 @@ class CompiledForward:
             return self._eager(*args, **kwargs)
         if self._weights is None:
             self._weights = list(_weight_slots(self._block))
+            self._attributes = list(_plain_attributes(self._block, self._own))
+        if (values := self._current_values()) != self._values:
+            self._values = values
             self._code = code_of_module(self._block, self._own)
             self._numbers = numbers_of(self._block, self._own)
         weights = [_local_tensor(dictionary[name]) for dictionary, name in self._weights]
@@ -146,9 +154,15 @@ class CompiledForward:
         inputs = [*weights, *tensors]
         modes = tuple(map(code_of, function_modes()))
         key = (self._code, self.budget, call, planned_device(), modes, *map(_compilation_key, inputs))
-        compilation = self._known(key) or self._compiled(key, inputs, call)
+        if (compilation := self._known(key)) is None:
+            compilation = self._compiled(key, inputs, call)
+            self._values = self._current_values()  # what the trace itself changed is no change between calls
         self.shares = self._code, self.budget, tuple(compilation.numbers.items())
         return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
+
+    def _current_values(self) -> list[Any]:
+        """Of the block's plain attributes: a schedule may change a dropout rate. Its whole code takes 1 ms to read."""
+        return [dictionary.get(name) for dictionary, name in self._attributes]
 
     def _known(self, key: Any) -> _Compilation | None:
         """The compilation of a block with this key, and with the same numbers as far as they were read."""
@@ -228,6 +242,14 @@ def _weight_slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         dictionary: dict[str, Any]
         for dictionary in (module._parameters, module._buffers):
             yield from ((dictionary, name) for name, value in dictionary.items() if value is not None)
+
+
+def _plain_attributes(block: nn.Module, named: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the plain attributes of a block's modules are held; of the block itself those ``named``."""
+    for module in block.modules():
+        held = vars(module)
+        names = named if module is block else held
+        yield from ((held, name) for name in names if type(held.get(name)) in _PLAIN)
 
 
 def _local_tensor(value: Tensor) -> Tensor:

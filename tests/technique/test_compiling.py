@@ -197,6 +197,32 @@ def test_each_block_computes_with_the_number_that_it_reads() -> None:
         torch.testing.assert_close([block(x) for block in blocks], expected)
 
 
+class Scheduled(nn.Module):
+    """A block whose attributes a schedule changes between steps. It counts the passes that Python runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.0)
+        self.scale, self.power, self.passes = 1.0, 1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.drop(self.layer(x)) * self.scale**self.power
+
+
+def test_attributes_that_change_between_calls_are_followed(compilations: list[object]) -> None:
+    """Real kernels. Values that were compiled before compile nothing again."""
+    block, plain, x = Scheduled(), Scheduled(), torch.ones(2, 8)
+    plain.load_state_dict(block.state_dict())
+    compiled.compile_blocks([block])
+    for scale, power, rate in [(1.0, 1, 0.0), (3.0, 1, 0.0), (3.0, 2, 0.0), (3.0, 2, 1.0)] * 2:
+        for module in (block, plain):
+            module.scale, module.power, module.drop.p, module.passes = scale, power, rate, 0
+        for _ in "12":
+            torch.testing.assert_close(block(x), plain(x))
+    assert len(compilations) == 4
+
+
 class Attending(nn.Module):
     """Attention and a gated layer, in fp64."""
 
