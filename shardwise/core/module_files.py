@@ -58,7 +58,7 @@ def _names(spec: ModuleSpec) -> Iterator[str]:
     """The names that a module's file binds anywhere; ``_ANY`` where reading it does not tell."""
     try:
         tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # importing it will say what is wrong
+    except (OSError, ValueError, SyntaxError):  # importing it tells the fault
         yield _ANY
         return
     for node in ast.walk(tree):

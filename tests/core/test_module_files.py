@@ -1,4 +1,4 @@
-"""Objects of a user's modules: what is missing is told without an import, and what may be there is left alone."""
+"""Objects of a user's modules: a missing one is told without an import; one that may be there is left alone."""
 
 from __future__ import annotations
 

@@ -394,8 +394,25 @@ def trial(world: int, **settings: Any) -> Trial:
         trial(1, zero_stage=0),
         trial(2, zero_stage=0, fp8_scaling="row"),
         trial(2, zero_stage=3, activation_checkpointing="full"),
+        pytest.param(
+            Trial(
+                a_recipe(
+                    {"layers": 1, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 256},
+                    data={"source": EVEN, "sequence_length": 40},
+                    optimizer={"learning_rate": 3e-4},
+                ),
+                1,
+                {"precision": "fp8", "fp8_layers": "all", "fp8_scaling": "row", "compile": "block"},
+            ),
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["one rank", "row", "full"],
+    ids=[
+        "one rank",
+        "row",
+        "full",
+        "compiled rows of 64",
+    ],  # the last one's gradients were 1e6 times too large
 )
 def test_training_follows_fp32(trial: Trial, parity: Parity) -> None:
     """Loss within 1 %; gradient norm and weights within the tolerance of ``shardwise verify``.
