@@ -27,7 +27,7 @@ _KIND_BY_NAME = re.compile(r"""[=!]= "(?:cpu|cuda|mps|rocm|xpu)"|\bin \("(?:cpu|
 
 STEP = {
     "trainer/loop.py": "Trainer._steps Trainer._issue",
-    "trainer/issued_step.py": "IssuedStep.of",
+    "trainer/issued_step.py": "IssuedStep.of StepFlags.add StepFlags.skip",
     "engine/seeding.py": "seed_step",
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step end_step _expert_load",
@@ -35,7 +35,8 @@ STEP = {
     "engine/run.py": "LiveModel.local_batch LiveModel.local_batches LiveModel.count_targets LiveModel.own_parameters"
     " LiveModel.ranks_of ForwardBackward._measured"
     " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss"
-    " LiveModel.count OptimizerStep.see_capacity OptimizerStep.or_left_out",
+    " LiveModel.count OptimizerStep.see_capacity OptimizerStep.capacity_since"
+    " OptimizerStep.or_left_out",
     "engine/targets.py": "targets_of LabelledTargets.__init__ LabelledTargets.passed",
     "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.after_backward AfterBackward.finish"
     " AfterBackward.clip",

@@ -186,14 +186,19 @@ class OptimizerStep(ABC):
 
     def see_capacity(self) -> None:
         """Set ``capacity_used`` and ``void`` from the use by all ranks since the last ``forget_capacity``."""
+        if (used := self.capacity_since()) is not None:
+            now = (used > 1).to(torch.float32)
+            self.capacity_used, self.void = used, now if self.void is None else self.void.maximum(now)
+
+    def capacity_since(self) -> Tensor | None:
+        """The largest share of the capacity that a rank used since it was last forgotten; now it is. Collective."""
         if (capacity := self._live.options.capacity) is None:
-            return
+            return None
         nothing = torch.zeros((), dtype=torch.float32, device=self._live.device)
         used = nothing if capacity.used is None else capacity.used.clone()
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        now = (used > 1).to(torch.float32)
-        self.capacity_used, self.void = used, now if self.void is None else self.void.maximum(now)
         self.forget_capacity()
+        return used
 
     def forget_capacity(self) -> None:
         """Count the use of the capacity from now on."""
@@ -315,23 +320,42 @@ class Run(LiveModel):
     passes: ForwardBackward
     update: OptimizerStep
 
-    def enlarged(self, used: Tensor | None) -> str:
+    def enlarged(self, used: Tensor | None, factor: float | None) -> str:
         """Enlarge the capacity if a step exceeded it and must be run again; the change in words, "" if it did not.
 
         Waits for the device.
+
+        Args:
+            used, factor: of the step's result.
         """
         capacity = self.options.capacity
-        if capacity is None or used is None or float(used) <= 1:
+        if capacity is None or used is None or factor is None or float(used) <= 1:
             return ""
         self.update.void = None
-        return capacity.enlarge(float(used))
+        return capacity.enlarge(float(used), factor)
 
     def exceeded(self) -> bool:
-        """Whether passes without an update exceeded the capacity, which is then enlarged. Waits for the device."""
-        if self.options.capacity is None:
+        """Whether passes without an update exceeded the capacity, which is then enlarged. Waits for the device.
+
+        Steps that the host does not know to be void yet stay void.
+        """
+        capacity, used = self.options.capacity, self.update.capacity_since()
+        if capacity is None or used is None or float(used) <= 1:
             return False
-        self.update.see_capacity()
-        return bool(self.enlarged(self.update.capacity_used))
+        capacity.enlarge(float(used), capacity.factor)
+        return True
+
+    @contextmanager
+    def apart_from_step(self) -> Iterator[None]:
+        """Within it the use of the capacity is not that of the step that has begun."""
+        if (capacity := self.options.capacity) is None:
+            yield
+            return
+        before, capacity.used = capacity.used, None
+        try:
+            yield
+        finally:
+            capacity.used = before
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ class StepResult:
         loss_scale: the factor this step's loss was scaled by.
         capacity_used: the largest share of ``EngineOptions.capacity`` that a rank used; above 1 the step is void and
             must be run again. None without a capacity.
+        capacity: the room that it is a share of, relative to a balanced load.
         expert_load: tokens of every expert relative to the mean of its layer, fp32 [layers, experts]; None without
             experts, and where ranks are not in the same step.
         measures: sum and count of every measure of the objective, fp64 [measures, 2]; None without measures.
@@ -43,6 +44,7 @@ class StepResult:
     capacity_used: Tensor | None = None
     expert_load: Tensor | None = None
     measures: Tensor | None = None
+    capacity: float | None = None
 
 
 def step(run: Run, batches: Sequence[Batch], learning_rate: float, skip: Tensor | None = None) -> StepResult:
@@ -62,7 +64,8 @@ def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
     scale = run.loss_scale.value.clone()
     norm, skipped = run.update.finish(loss)
     used, load = run.update.capacity_used, _expert_load(run, skipped)
-    return StepResult(loss, norm, skipped, tokens, scale, used, load, run.passes.measures)
+    room = None if run.options.capacity is None else run.options.capacity.factor
+    return StepResult(loss, norm, skipped, tokens, scale, used, load, run.passes.measures, room)
 
 
 def _expert_load(run: Run, skipped: Tensor) -> Tensor | None:
@@ -82,8 +85,8 @@ def loads(run: Run, result: StepResult) -> dict[str, Any]:
     Waits for the device.
     """
     measures: dict[str, Any] = {"measures": named_measures(run, result.measures) or None}
-    if run.options.capacity is not None and result.capacity_used is not None:
-        measures["load_imbalance"] = run.options.capacity.imbalance(float(result.capacity_used))
+    if result.capacity is not None and result.capacity_used is not None:
+        measures["load_imbalance"] = float(result.capacity_used) * result.capacity
     if result.expert_load is not None:
         known = result.expert_load.any(-1, keepdim=True)
         measures["busiest_expert"] = float(result.expert_load.max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import gather, named_parameters
 from shardwise.trainer.batches import batches_of, require_vocabulary
 from shardwise.trainer.evaluation import evaluate
+from shardwise.trainer.issued_step import noted_capacity, restore_capacity
 from shardwise.trainer.precomputed import with_precomputed
 from shardwise.trainer.predictions import Predictions
 from shardwise.trainer.run_log import say, warn
@@ -110,11 +112,13 @@ class Session:
         if self._loss is None:
             raise RuntimeError("step() without forward_backward() before it")
         result = end_step(self._run, self._tokens, self._loss)
-        while done := self._run.enlarged(result.capacity_used):
+        while done := self._run.enlarged(result.capacity_used, result.capacity):
             say(done)
-            result = end_step(self._run, self._tokens, self.forward_backward(self._batch))
-        tokens = self._state.tokens + int(result.tokens)
-        self._state, self._loss = TrainState(self._state.step + 1, tokens), None
+            self._state = noted_capacity(self._run, self._state)
+            loss = self.forward_backward(self._batch)
+            result = end_step(self._run, self._tokens, loss)
+        step, tokens = self._state.step + 1, self._state.tokens + int(result.tokens)
+        self._state, self._loss = replace(self._state, step=step, tokens=tokens), None
         return result
 
     def evaluate(self, name: str = "") -> float:
@@ -126,7 +130,8 @@ class Session:
             name: a set of ``evaluation.sets``; "" is the run's own held-out data.
         """
         predictions = self._predictions if not name else None
-        loss = evaluate(self._run, self._batches.validation(name), predictions)
+        with self._run.apart_from_step():
+            loss = evaluate(self._run, self._batches.validation(name), predictions)
         self.metrics = {} if predictions is None else predictions.values()
         return loss
 
@@ -146,6 +151,7 @@ class Session:
             self._run, path_of(folder) / CHECKPOINTS, self._data.fingerprint, say, warn
         )
         self._state = train_state or TrainState()
+        restore_capacity(self._run, self._state)
         return self._state.step
 
 

@@ -140,6 +140,7 @@ class ExpertParallel(Dividing):
         if site.strategy[EXPERT_PARALLEL] == 1:
             return
         _refuse_asynchronous(site)
+        _require_experts(site)
         from shardwise.runtime.parallel.dispatch import Room, divide_experts
         from shardwise.runtime.torch_private import flattened
 
@@ -174,6 +175,16 @@ def _count_tokens(site: Site) -> None:
                 why="stages of this schedule are not in the same step, so their tokens are not counted together",
                 fix="set strategy.pipeline_schedule: 1f1b, or model.router_bias_rate: 0",
             )
+
+
+def _require_experts(site: Site) -> None:
+    if not site.view.experts and site.context.depth is None:  # the first blocks may be dense
+        raise RecipeError(
+            "no module has experts that can be divided",
+            where="strategy.expert_parallel",
+            why="experts are modules of 3-D weights, as transformers 5 has them",
+            fix="the nearest that works is expert_parallel: 1",
+        )
 
 
 def _refuse_asynchronous(site: Site) -> None:

@@ -96,11 +96,8 @@ class Capacity(Protocol):
     factor: float
     used: torch.Tensor | None
 
-    def imbalance(self, used: float) -> float:
-        """The load relative to a balanced one."""
-
-    def enlarge(self, used: float) -> str:
-        """Make room for this share and a little more, on every rank alike; the change in words."""
+    def enlarge(self, used: float, factor: float) -> str:
+        """Make room for this share of the room at ``factor``, and a little more, on every rank alike; in words."""
 
 
 @dataclass

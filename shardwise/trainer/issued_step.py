@@ -17,6 +17,7 @@ from shardwise.engine.step import StepResult
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.offload.host import host_copy
+from shardwise.trainer.hooks import SKIP, read
 from shardwise.trainer.run_log import say
 
 
@@ -42,7 +43,8 @@ class IssuedStep:
         """Start to copy what a step yielded to the host."""
         device = result.loss.device
         copies: dict[str, Any] = {
-            name: None if value is None else host_copy(value) for name, value in vars(result).items()
+            name: host_copy(value) if isinstance(value, Tensor) else value
+            for name, value in vars(result).items()
         }
         copied = None if kind_of(device).is_host else torch.accelerator.current_stream(device).record_event()
         return cls(index, replace(result, **copies), host_copy(flags), seconds, compiling, copied)
@@ -53,13 +55,45 @@ class IssuedStep:
             self._copied.synchronize()
 
 
+class StepFlags:
+    """What the ranks agreed on with the flags of the last steps; a step that is run again keeps those of its first run.
+
+    Args:
+        skips: whether anything can ask to leave an update out.
+    """
+
+    def __init__(self, skips: bool) -> None:
+        self._skips, self._flags = skips, dict[int, Tensor]()
+
+    def add(self, index: int, agreed: Tensor) -> Tensor:
+        """The flags of a step that has been issued, with ``agreed`` of now."""
+        self._flags = {n: flags for n, flags in self._flags.items() if n >= index - 2}
+        before = self._flags.get(index)
+        self._flags[index] = agreed if before is None else agreed.maximum(before)
+        return self._flags[index]
+
+    def skip(self, index: int) -> Tensor | None:
+        """1 if the step before was asked to leave this update out, else 0; None if nothing can have asked."""
+        before = self._flags.get(index - 1)
+        return before[-1] if self._skips and before is not None else None
+
+    def taken(self, first: int) -> frozenset[str]:
+        """What callbacks asked for with the steps from ``first`` on, which the run does not go on from.
+
+        Steps after them are others, so none of them is skipped. Waits for the device.
+        """
+        asked = [read(flags) for n, flags in self._flags.items() if n >= first]
+        self._flags = {}
+        return frozenset[str]().union(*asked) - {SKIP}
+
+
 class RunAgain(Exception):
     """The step whose results are read next is void: it and all after it are run again."""
 
 
 def require_capacity(run: Run, issued: IssuedStep) -> None:
     """Raise RunAgain if the step needed more room than there was."""
-    if done := run.enlarged(issued.result.capacity_used):
+    if done := run.enlarged(issued.result.capacity_used, issued.result.capacity):
         say(f"step {issued.index + 1}: {done}")
         raise RunAgain
 

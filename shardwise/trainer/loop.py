@@ -51,6 +51,7 @@ from shardwise.trainer.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, H
 from shardwise.trainer.issued_step import (
     IssuedStep,
     RunAgain,
+    StepFlags,
     noted_capacity,
     require_capacity,
     restore_capacity,
@@ -123,7 +124,7 @@ class Trainer:
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
         self._pending: IssuedStep | None = None
         self._watched = self._ended = False
-        self._skip: Tensor | None = None
+        self._flags = StepFlags(self.hooks.may_ask and self.run.synchronous)
         self._asked = frozenset[str]()
         if recipe.evaluation.noise_scale:
             refuse_noise(self.run, job.plan.micro_batches)
@@ -237,14 +238,15 @@ class Trainer:
             try:
                 self._steps()
             except Rewound as rewound:
+                self._asked |= self._flags.taken(self.state.step - 1)
+                self.run.update.void = None  # a void step whose results were not read does not run again
                 self.state = replace(rewound.state, capacity=self.state.capacity)
-                self._pending = None
                 self.pauses.rewind()
                 self.batches.forget()
-                self.log.lap()
             except RunAgain:  # no step since then has updated anything
-                self.state, self._pending = noted_capacity(self.run, self.state), None
-                self.log.lap()
+                self.state = noted_capacity(self.run, self.state)
+            self._pending = None
+            self.log.lap()
 
     def _steps(self) -> None:
         source = StepBatches(self.batches, lambda index: self.state.position(index), self.job.recipe.steps)
@@ -255,8 +257,8 @@ class Trainer:
             self.meter.after_step()
             self._asked |= asked - {SKIP}
             if (index + 1) % self.batches.unit == 0 and (self._asked or self.pauses.after(index)):
-                asked, self._asked = self._asked, frozenset()
-                self._pause(self._pending, asked)
+                self._pause(self._pending, self._asked)
+                self._asked = frozenset()
             if self._ended:
                 return
 
@@ -265,10 +267,9 @@ class Trainer:
         recipe, run = self.job.recipe, self.run
         seed_step(recipe.seed, index, run.random_rank)
         with self._monitored(index):
-            result = step(run, source.micro_batches(index), learning_rate(recipe, index), self._skip)
-        flags = self._agreed(index)
-        self._skip = flags[-1] if self.hooks.may_ask and run.synchronous else None
-        return IssuedStep.of(index, result, flags, *self.log.lap())
+            rate, skip = learning_rate(recipe, index), self._flags.skip(index)
+            result = step(run, source.micro_batches(index), rate, skip)
+        return IssuedStep.of(index, result, self._flags.add(index, self._agreed(index)), *self.log.lap())
 
     @contextmanager
     def _monitored(self, index: int) -> Iterator[None]:

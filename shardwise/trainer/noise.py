@@ -47,6 +47,8 @@ def gradient_noise(run: Run, batches: Sequence[Batch]) -> GradientNoise:
     measured = [_gradient(run, [batch]) for batch in batches]
     counted = [(square, tokens) for square, tokens in measured if tokens]
     square, tokens = _gradient(run, batches)
+    if (load := run.options.expert_load) is not None:
+        load.forget()
     return GradientNoise(
         micro_batch_tokens=harmonic_mean(tokens for _, tokens in counted) if counted else 0.0,
         batch_tokens=tokens,
@@ -59,6 +61,9 @@ def _gradient(run: Run, batches: Sequence[Batch]) -> tuple[float, int]:
     """The squared norm of the gradient of the mean loss of these micro-batches, and their valid targets."""
     with run.update.suspended():
         tokens, _ = run.passes.forward_backward(batches)
+        while run.exceeded():  # the room of experts
+            run.optimizer.zero_grad(set_to_none=True)
+            tokens, _ = run.passes.forward_backward(batches)
     square = square_sum(run.own_parameters(), run.device, run.ranks_of)
     dist.all_reduce(square, group=run.verdict_group)
     run.optimizer.zero_grad(set_to_none=True)

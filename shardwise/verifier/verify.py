@@ -162,7 +162,7 @@ def trained(run: Run, batches: PositionedBatches, steps: int) -> tuple[TrainedSt
     seen = []
     for index in range(steps):
         result = None
-        while result is None or run.enlarged(result.capacity_used):
+        while result is None or run.enlarged(result.capacity_used, result.capacity):
             seed_step(run.recipe.seed, index, run.random_rank)
             result = step(run, source.micro_batches(index), learning_rate(run.recipe, index))
         seen.append(TrainedStep(float(result.loss), float(result.grad_norm), bool(result.skipped)))

@@ -109,9 +109,10 @@ def test_room_is_at_most_what_a_rank_can_get() -> None:
     room.see(torch.tensor(1.2))
     room.see(torch.tensor(0.7))
     assert room.used is not None and float(room.used) == pytest.approx(1.2)
-    assert "1.50 times" in room.enlarge(1.2) and room.factor == pytest.approx(1.65)
+    assert "1.50 times" in room.enlarge(1.2, 1.25) and room.factor == pytest.approx(1.65)
     room.factor = 100.0
-    assert room.sizes(8, 2, 4, 2) == (8, 64) and room.imbalance(1.0) == 4.0
+    assert room.sizes(8, 2, 4, 2) == (8, 64) and room.factor == 4.0
+    assert "1.50 times" in room.enlarge(1.2, 1.25) and room.factor == 4.0  # it has been enlarged since
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,15 @@ def test_native_mixtures_train_as_one_plain_process(mixes: list[dict[str, Any]],
     parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
 
 
+def test_a_stage_of_a_pipeline_may_have_no_experts(parity: Parity) -> None:
+    """As of models whose first layers are dense."""
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
+    model = BIASED | {"layers": 4, "dense_layers": 3}
+    recipe = recipe_of({"model": model, **values}, SETTINGS)
+    stages = {"pipeline_parallel": 2, "pipeline_schedule": "1f1b"}
+    parity.all_pass(Trial(recipe, 4, FIXED | {"zero_stage": 1} | stages))
+
+
 BIASED = NATIVE | {"router": "sigmoid", "router_bias": True, "router_bias_rate": 0.1}
 BIASES: list[Any] = [
     {"zero_stage": 2, "pipeline_parallel": 2},

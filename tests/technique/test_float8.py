@@ -398,11 +398,18 @@ def trial(world: int, **settings: Any) -> Trial:
             Trial(
                 a_recipe(
                     {"layers": 1, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 256},
-                    data={"source": EVEN, "sequence_length": 40},
+                    data={"source": EVEN, "sequence_length": 32},
                     optimizer={"learning_rate": 3e-4},
                 ),
                 1,
-                {"precision": "fp8", "fp8_layers": "all", "fp8_scaling": "row", "compile": "block"},
+                {
+                    "precision": "fp8",
+                    "fp8_layers": "all",
+                    "fp8_scaling": "row",
+                    "compile": "block",
+                    "loss": "chunked",
+                    "micro_batch_size": 2,
+                },
             ),
             marks=pytest.mark.long,
         ),

@@ -70,9 +70,6 @@ class Room:
         rows = min(math.ceil(self.factor * tokens * (1 - missed)), tokens)
         return rows, min(math.ceil(self.factor * pairs), most)
 
-    def imbalance(self, used: float) -> float:
-        return used * self.factor
-
     @contextmanager
     def unlimited(self) -> Iterator[None]:
         """Within it there is room for all tokens, and its use does not count: few may all have the same expert."""
@@ -83,11 +80,11 @@ class Room:
         finally:
             self.factor, self.used = before
 
-    def enlarge(self, used: float) -> str:
-        before, self.factor = self.factor, used * self.factor * _MARGIN
+    def enlarge(self, used: float, factor: float) -> str:
+        self.factor = max(self.factor, used * factor * _MARGIN)
         return (
-            f"a rank's experts got {used * before:.2f} times their balanced share of tokens, and had room for"
-            f" {before:.2f}; the step is run again with room for {self.factor:.2f} (strategy.expert_capacity)"
+            f"a rank's experts got {used * factor:.2f} times their balanced share of tokens, and had room for"
+            f" {factor:.2f}; the step is run again with room for {self.factor:.2f} (strategy.expert_capacity)"
         )
 
 
@@ -96,19 +93,14 @@ def divide_experts(
 ) -> list[nn.Module]:
     """Leave this rank's experts on the meta device, as DTensors, and put the exchange around them; the modules.
 
+    A stage of a pipeline may have none.
+
     Args:
         mesh: one axis, of the ranks that divide experts.
         shares: the ranks that have the same tokens; None where all differ.
     """
     ranks = TPGroup.of(mesh.get_group())
     modules = [module for module in model.modules() if divisible_experts(module)]
-    if not modules:
-        raise RecipeError(
-            "no module has experts that can be divided",
-            where="strategy.expert_parallel",
-            why="experts are modules of 3-D weights, as transformers 5 has them",
-            fix="the nearest that works is expert_parallel: 1",
-        )
     for module in modules:
         experts: Any = module
         if experts.num_experts % ranks.size:

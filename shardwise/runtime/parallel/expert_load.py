@@ -96,6 +96,11 @@ class ExpertLoad:
         mean = whole.sum(-1, keepdim=True).to(torch.float32) / self._experts
         return whole / mean.clamp(min=1 / self._experts)
 
+    def forget(self) -> None:
+        """Count from now on."""
+        if self._sums is not None:
+            self._sums.zero_()
+
     def adjust_biases(self, load: Tensor, left_out: Tensor) -> None:
         """Let the routers react to the load that ``relative`` gave; ``left_out`` is 1 where no weight was updated."""
         for number, router in zip(self._rows, self._routers, strict=True):

@@ -93,7 +93,7 @@ def trained(recipe: Recipe, settings: dict[str, Any]) -> list[dict[str, float]]:
     seen = []
     for index in range(recipe.steps):
         result = step(run, rollouts.at(index), 3e-3)
-        while run.enlarged(result.capacity_used):
+        while run.enlarged(result.capacity_used, result.capacity):
             result = step(run, rollouts.at(index), 3e-3)
         numbers = {"loss": result.loss, "norm": result.grad_norm, "tokens": result.tokens}
         named = named_measures(run, result.measures)
