@@ -101,7 +101,7 @@ generate = load_generate()
 
 def feasible(recipe_file: Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe as the command does, with rules and layout."""
-    recipe, cluster = read_request(recipe_file, overrides or [])
+    recipe, cluster = read_request(recipe_file, overrides or [], modules=False)
     strategy = strategy_from(recipe.strategy)
     layout = layout_of(strategy, cluster.world_size)
     assert layout.world_size == cluster.world_size

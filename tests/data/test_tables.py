@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import DataError, RecipeError
+from shardwise.core.hub_folder import folder_of
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.formats import Chat, example_of
 from shardwise.data.readers import Record, read_file, read_records
 from shardwise.data.sources import open_source
-from shardwise.model.hf import folder_of
 
 ALPACA = ("instruction", "input", "output")
 ROWS = [{"instruction": f"add {n}", "input": "", "output": f'it, is\n"{n}" é'} for n in range(5)]
