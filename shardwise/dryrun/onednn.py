@@ -123,8 +123,8 @@ def _convolution(
     else:
         tiles = _in_tiles(x, groups)
         again = 2 if tiles or (transposed and math.prod(stride) > 1) else 1
-        there = _reordered(x, tiles) + _size_of(weight) + _blocked(y, tiles) - _size_of(y)
-        size = max(there, again * _blocked(y, tiles))
+        during = _reordered(x, tiles) + _size_of(weight) + _blocked(y, tiles) - _size_of(y)
+        size = max(during, again * _blocked(y, tiles))
     workspace = x.new_empty(size, dtype=torch.uint8)
     output = torch.ops.aten.convolution(x, weight, bias, *form)
     del workspace

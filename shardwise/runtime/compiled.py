@@ -245,11 +245,11 @@ def _weight_slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _plain_attributes(block: nn.Module, named: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the plain attributes of a block's modules are held; of the block itself those ``named``."""
+    """Plain attributes of a block's modules: the module's dictionary and a name. Of the block itself, those ``named``."""
     for module in block.modules():
-        held = vars(module)
-        names = named if module is block else held
-        yield from ((held, name) for name in names if type(held.get(name)) in _PLAIN)
+        attributes = vars(module)
+        names = named if module is block else attributes
+        yield from ((attributes, name) for name in names if type(attributes.get(name)) in _PLAIN)
 
 
 def _local_tensor(value: Tensor) -> Tensor:

@@ -69,9 +69,9 @@ def compiled(
         inputs = _fakes(like)
         if kernel is not None:
             stack.enter_context(_without_kernels(kernel))
-        made = compile_fx(cast("Any", traced), inputs, inner_compile=_compile_graph)
+        passes = compile_fx(cast("Any", traced), inputs, inner_compile=_compile_graph)
     traced.function = None
-    return cast("Function", made)
+    return cast("Function", passes)
 
 
 def _compile_graph(graph: Any, inputs: Any, **options: Any) -> Any:

@@ -99,7 +99,7 @@ class FineTuning:
     unread: tuple[str, ...] = ()
 
     def on(self, hardware: Hardware) -> FineTuning:
-        """The run on these devices, each of which has a sequence of a batch."""
+        """This run on these devices. The batch size is rounded up to a multiple of their number."""
         batch = -(-self.batch_size // hardware.count) * hardware.count
         return replace(self, hardware=hardware, batch_size=batch)
 

@@ -230,8 +230,8 @@ class Rollouts:
         prompt_ids = [prompt["prompt"] for prompt in prompts]
         completion_ids = [completion.tokens for completion in done[: len(prompts)]]
         closings = [prompt["closing"] for prompt in prompts]
-        given = RewardInput(prompt_ids, completion_ids, fields, self.prompts.tokenizer, closings)
-        return self.rewards.of(given)
+        inputs = RewardInput(prompt_ids, completion_ids, fields, self.prompts.tokenizer, closings)
+        return self.rewards.of(inputs)
 
     def _shared(self, own: Tensor, rows: Sequence[int] | Tensor, size: int) -> Tensor:
         """The table of all ``size`` rows, in host memory, from every rank's ``rows`` of it."""

@@ -25,6 +25,9 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.trainer.evaluation import evaluate
 
+MIXTURE: dict[str, Any] = {
+    "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 257, "experts": 4, "experts_per_token": 2
+}  # fmt: skip
 EXACT = {"precision": "fp64", "micro_batch_size": 2}
 
 

@@ -18,7 +18,7 @@ from shardwise.technique import strategy_from
 from tests.harness.pool import Pool
 from tests.harness.small_models import write_model
 from tests.harness.tiers import quick
-from tests.plugins.rollouts.rollout_runs import prompts, rollout_recipe
+from tests.plugins.rollouts.rollout_runs import MIXTURE, prompts, rollout_recipe
 
 ROWS, LONGEST, VOCAB = 8, 40, 257
 PROMPTS = [[5 + row, 7, 11][: 1 + row % 3] for row in range(ROWS)]
@@ -113,9 +113,6 @@ def test_every_layout_samples_the_same_completions(
         assert logs == pytest.approx(alone[row][1], abs=1e-12)
 
 
-MIXTURE: dict[str, Any] = {
-    "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "experts": 4, "experts_per_token": 2
-}  # fmt: skip
 ON_OTHER_RANKS: list[dict[str, Any]] = [
     {"expert_parallel": 2},
     {"expert_parallel": 2, "zero_stage": 3},

@@ -17,6 +17,7 @@ from tests.harness.pool import Pool
 from tests.harness.tiers import quick
 from tests.plugins.rollouts.rollout_runs import (
     EXACT,
+    MIXTURE,
     digits,
     evaluated,
     gradients,
@@ -185,9 +186,6 @@ def test_every_layout_trains_as_one_process(
             assert step == pytest.approx(expected, abs=1e-10)
 
 
-ROUTED: dict[str, Any] = {
-    "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 256, "experts": 4, "experts_per_token": 2
-}  # fmt: skip
 ON_OTHER_RANKS: list[dict[str, Any]] = [
     {"expert_parallel": 2},
     {"expert_parallel": 2, "tensor_parallel": 2},  # which does not divide the 9 tokens of a pass
@@ -203,7 +201,7 @@ def test_experts_on_other_ranks_train_as_one_process(
     pool: Pool, source: Path, name: str, settings: dict[str, Any]
 ) -> None:
     kind, keys, values = RUNS[name]
-    recipe = rollout_recipe(source, kind, {**keys, "group": 3}, **values, model=ROUTED, batch_size=9)
+    recipe = rollout_recipe(source, kind, {**keys, "group": 3}, **values, model=MIXTURE, batch_size=9)
     plain = pool.run(1, trained, recipe, {"micro_batch_size": 9})[0]
     for rank in pool.run(2, trained, recipe, settings):
         for step, expected in zip(rank, plain, strict=True):
