@@ -245,7 +245,7 @@ def _weight_slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _plain_attributes(block: nn.Module, named: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Plain attributes of a block's modules: the module's dictionary and a name. Of the block itself, those ``named``."""
+    """Plain attributes of a block's modules, each as (dictionary, name); of the block itself, those ``named``."""
     for module in block.modules():
         attributes = vars(module)
         names = named if module is block else attributes
