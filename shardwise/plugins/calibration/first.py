@@ -19,6 +19,7 @@ from shardwise.core.errors import one_line
 from shardwise.hardware.cluster import Cluster, ClusterRequest, without_maker
 from shardwise.hardware.this_machine import cache_folder, read_calibration, usable_cores
 from shardwise.launch.placement import launched_by
+from shardwise.plugins.calibration.other_work import OtherWork, is_busy_now
 
 VARIABLE = "SHARDWISE_MEASURE"
 """0 in the environment: plans measure nothing."""
@@ -40,14 +41,14 @@ def measured_first(request: ClusterRequest, cluster: Cluster) -> bool:
     processes = min(cluster.devices_per_node, usable_cores(), MOST_PROCESSES)
     if _is_known(cluster, processes) or not _can_store():
         return False
-    busy, begin = _is_busy(), time.monotonic()
+    begin = time.monotonic()
     print("measuring this machine (once", end="", file=sys.stderr, flush=True)
-    failure = ""
+    failure, busy = "", False
     try:
-        _measure(cluster, processes, busy)
+        busy = _measure(cluster, processes)
     except Exception as problem:
         failure = f" failed, so seconds are assumed: {one_line(str(problem))}"
-    advice = "; it does other work now, so a plan on an idle machine measures it again" if busy else ""
+    advice = "; it did other work meanwhile, so a plan on an idle machine measures it again" if busy else ""
     print(f", {time.monotonic() - begin:.0f} s){failure or advice}", file=sys.stderr, flush=True)
     return not failure
 
@@ -78,12 +79,7 @@ def _is_known(cluster: Cluster, processes: int) -> bool:
         return cluster.device.measured is not None
     known = read_calibration()
     own = () if known is None else [speeds for speeds in known.speeds if speeds.processes == processes]
-    return any(not speeds.busy or _is_busy() for speeds in own)
-
-
-def _is_busy() -> bool:
-    """Whether other processes used more than half of the cores in the last minute."""
-    return os.getloadavg()[0] > usable_cores() / 2
+    return any(not speeds.busy or is_busy_now() for speeds in own)
 
 
 def _can_store() -> bool:
@@ -96,12 +92,16 @@ def _can_store() -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _measure(cluster: Cluster, processes: int, busy: bool) -> None:
+def _measure(cluster: Cluster, processes: int) -> bool:
+    """Measure and store the speeds; whether the processor did other work meanwhile."""
     # torch takes seconds to import, and most plans measure nothing.
     from shardwise.plugins.calibration.run import quick_cpu, quick_gpu
     from shardwise.plugins.calibration.store import add_speeds, store_gpu
 
-    if cluster.device.traits.is_host:
-        add_speeds(replace(quick_cpu(processes), busy=busy))
-    else:
+    if not cluster.device.traits.is_host:
         store_gpu(cluster.device, quick_gpu())
+        return False
+    work = OtherWork()
+    speeds = replace(quick_cpu(processes), busy=work.is_much())
+    add_speeds(speeds)
+    return speeds.busy

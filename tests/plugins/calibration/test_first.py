@@ -36,10 +36,15 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for name in ("RANK", "SLURM_PROCID", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(first, "usable_cores", lambda: 2)
-    monkeypatch.setattr(first.os, "getloadavg", lambda: (0.5, 0.0, 0.0))
+    idle_for(monkeypatch, True)
     monkeypatch.setattr(run, "quick_cpu", measure)
     monkeypatch.setattr(run, "quick_gpu", lambda: measure(-1))
     return done
+
+
+def idle_for(patch: pytest.MonkeyPatch, idle: bool) -> None:
+    patch.setattr(first.OtherWork, "is_much", lambda self: not idle)
+    patch.setattr(first, "is_busy_now", lambda: not idle)
 
 
 def asked(spec: ClusterSpec) -> bool:
@@ -61,9 +66,9 @@ def test_a_machine_with_other_work_is_measured_again_when_it_is_idle(
 ) -> None:
     spec = ClusterSpec(devices_per_node=2)
     with monkeypatch.context() as busy:
-        busy.setattr(first.os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+        idle_for(busy, False)
         assert asked(spec)
-        assert "0 s); it does other work now" in capsys.readouterr().err
+        assert "0 s); it did other work meanwhile" in capsys.readouterr().err
         assert not asked(spec)
         assert "while it did other work" in seconds_from(cluster_of(spec))
     assert asked(spec) and not asked(spec)

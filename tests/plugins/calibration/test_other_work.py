@@ -1,0 +1,51 @@
+"""Work of others is told by their CPU time: not own work, not work on cores that are not ours, not work that ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shardwise.plugins.calibration import other_work
+from shardwise.plugins.calibration.other_work import OtherWork
+
+SPIN = "import time\nend = time.monotonic() + 1.0\nwhile time.monotonic() < end: pass"
+
+
+class Machine:
+    """A machine whose clock and CPU times the test turns: seconds of all processes and of this one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cores: int, own_cores: int) -> None:
+        self.elapsed = self.all = self.own = 0.0
+        patch.setattr(other_work.time, "monotonic", lambda: self.elapsed)
+        patch.setattr(other_work, "_others_seconds", lambda: self.all - self.own)
+        patch.setattr(other_work.os, "cpu_count", lambda: cores)
+        patch.setattr(other_work, "usable_cores", lambda: own_cores)
+
+
+@pytest.mark.parametrize(
+    ("cores", "own_cores", "others", "much"),
+    [(2, 2, 0.4, False), (2, 2, 0.6, True), (64, 4, 60.5, False), (64, 4, 61.5, True)],
+)
+def test_others_may_use_the_cores_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, cores: int, own_cores: int, others: float, much: bool
+) -> None:
+    machine = Machine(monkeypatch, cores, own_cores)
+    work = OtherWork()
+    machine.elapsed, machine.own = 8.0, 8.0 * own_cores
+    machine.all = machine.own + 8.0 * others
+    assert work.is_much() is much
+
+
+def test_seconds_of_children_that_ended_are_own() -> None:
+    """A child spins for one second: it counts as another process while it runs, and as own work once it has ended."""
+    before = other_work._others_seconds()
+    child = subprocess.Popen([sys.executable, "-c", SPIN])
+    time.sleep(0.9)
+    during = other_work._others_seconds()
+    child.wait()
+    after = other_work._others_seconds()
+    assert during - before > 0.4
+    assert after - during < during - before
