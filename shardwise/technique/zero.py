@@ -152,8 +152,6 @@ class ZeRO(Dividing):
         return f"zero{strategy[ZERO_STAGE]}×{ranks // copies}{outer}"
 
     def apply(self, site: Site) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         stage, view, place = site.strategy[ZERO_STAGE], site.view, site.options.place
         if not site.trained and stage != 3:
             return  # stages 1 and 2 divide what a frozen model does not have
@@ -164,10 +162,6 @@ class ZeRO(Dividing):
         # pass in two halves needs them from the first half to the second.
         reshard = stage == 3 or (stage == 0 and not (place is not None and place.splits_backward))
         _shard(site, reshard)
-        for module in view.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
         if place is not None:
             _gather_in_order(view)
         elif stage == 3:
@@ -246,6 +240,15 @@ def _shard(site: Site, reshard: bool) -> None:
                 reshard_after_forward=reshard,
                 ignored_params=as_stored,
             )
+            # A rank that is alone has nothing to sum, and FSDP2 would divide a copy of its gradients by 1.
+            if over.size() > 1:
+                _sum_instead_of_average(group if isinstance(group, list) else [group])
+
+
+def _sum_instead_of_average(modules: Sequence[nn.Module]) -> None:
+    for module in cast("Sequence[FSDPModule]", modules):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _used_as_stored(
