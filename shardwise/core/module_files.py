@@ -42,6 +42,24 @@ def require_defined(target: str, where: str) -> None:
         raise RecipeError("cannot be imported", where=where, why=why, fix=fix)
 
 
+def defined(target: str) -> tuple[str, ast.FunctionDef | ast.ClassDef | None]:
+    """The file of a module, below the target's folder, and what there defines the name.
+
+    None if the file does not define it plainly and once.
+    """
+    folder, _, inner = target.rpartition("/")
+    module, _, name = inner.partition(":")
+    spec = None if module == GIVEN else _spec_of(module)
+    tree = _tree(spec) if spec is not None else None
+    nodes = list(ast.walk(tree)) if tree is not None else []
+    defining = [node for node in nodes if name in _bound(node)]
+    plain = [node for node in (tree.body if tree is not None else []) if node in defining]
+    if len(defining) != 1 or len(plain) != 1 or not isinstance(plain[0], ast.FunctionDef | ast.ClassDef):
+        return "", None
+    file = str(spec and spec.origin).removeprefix(f"{folder}/" if folder else "")
+    return file, None if plain[0].decorator_list else plain[0]
+
+
 def _spec_of(module: str) -> ModuleSpec | None:
     """Where Python would find a module. Unlike ``importlib.util.find_spec`` it imports no package on the way."""
     spec, folders = None, None
@@ -54,17 +72,32 @@ def _spec_of(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _names(spec: ModuleSpec) -> Iterator[str]:
-    """The names that a module's file binds anywhere; ``_ANY`` where reading it does not tell."""
+def _tree(spec: ModuleSpec) -> ast.Module | None:
+    """What the file of a module says; None where reading it does not tell."""
     try:
-        tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
+        return ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):  # importing it tells the fault
+        return None
+
+
+def _names(spec: ModuleSpec) -> Iterator[str]:
+    """The names that a module's file binds anywhere, or reads; ``_ANY`` where it may have others."""
+    tree = _tree(spec)
+    if tree is None:
         yield _ANY
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield _ANY if node.name == "__getattr__" else node.name
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.Name):
+        if isinstance(node, ast.Name):
             yield _ANY if node.id in ("globals", "exec", "setattr") else node.id
+        for name in _bound(node):
+            yield _ANY if name == "__getattr__" else name
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that a node of a file binds."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.alias):
+        yield (node.asname or node.name).partition(".")[0]
+    elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        yield node.id

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.core.cache_folder import default_root
+from shardwise.core.call_signatures import Call, require_callable
 from shardwise.core.errors import DataError
+from shardwise.core.user_objects import without_folder
 from shardwise.data.completions import open_completions
 from shardwise.data.dataset import OpenedSource, Splits, TokenDataset
 from shardwise.data.formats import PROMPT_FIELDS, format_of, misspelt, needed_fields
 from shardwise.data.pairs import open_pairs
 from shardwise.data.preferences import open_preferences
-from shardwise.data.prompts import open_prompts
+from shardwise.data.prompts import PromptDataset, open_prompts
 from shardwise.data.source import Source
 from shardwise.data.sources import open_source
 from shardwise.data.streaming import open_stream
@@ -217,6 +219,18 @@ def check_data(recipe: Recipe) -> list[str]:
     """
     if recipe.model.factory is not None:
         return []
-    parts = open_sources(recipe, default_root(), verify=True).parts
+    opened = open_sources(recipe, default_root(), verify=True)
+    parts = opened.parts
+    _require_rewards_of([*parts, *opened.sets.values()], recipe)
     shown = [part for part in parts if part.train.from_records or recipe.data.mixture]
     return [sentence for part in shown for sentence in part.sentences()]
+
+
+def _require_rewards_of(parts: Sequence[Splits[TokenDataset]], recipe: Recipe) -> None:
+    """Raise RecipeError if a reward function does not take the fields of the prompts."""
+    sides = [side for part in parts for side in (part.train, part.held_out)]
+    records = [record for side in sides if isinstance(side, PromptDataset) for record in side.fields]
+    fields = dict.fromkeys(str(name) for record in records for name in record if name != "prompt")
+    for target in (recipe.objective and recipe.objective.rewards) or ():
+        call = Call(("prompts", "completions"), keywords=fields)
+        require_callable(target, f"objective.rewards: {without_folder(target)}", call)

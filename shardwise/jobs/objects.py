@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.call_signatures import Call, require_accepts
 from shardwise.core.errors import RecipeError
 from shardwise.core.user_objects import GIVEN
 from shardwise.hardware.this_gpu import device_here
@@ -74,6 +75,7 @@ def recipe_from(
     values["optimizer"] = {**_optimizer_section(optimizer, objects), **values.get("optimizer", {})}
     values["schedule"] = {**_schedule_section(schedule, objects), **values.get("schedule", {})}
     if compute_metrics is not None:
+        require_accepts(compute_metrics, "compute_metrics", Call(("predictions", "batch")))
         objects["compute_metrics"] = compute_metrics
         metrics = {"metrics": f"{GIVEN}:compute_metrics"}
         values["evaluation"] = {**values.get("evaluation", {}), **metrics}
@@ -82,7 +84,12 @@ def recipe_from(
 
 
 def with_callbacks(given: Given, callbacks: Sequence[object]) -> Given:
-    """The same with further callbacks: objects or classes."""
+    """The same with further callbacks: objects or classes. Raises RecipeError for a method of another signature."""
+    for callback in callbacks:
+        own = () if isinstance(callback, type) else inspect.getmembers(callback, callable)
+        for name, method in own:
+            if name.startswith("on_"):
+                require_accepts(method, f"callbacks: {type(callback).__name__}", Call(("values",)))
     named = {f"callback_{number}": callback for number, callback in enumerate(callbacks)}
     targets = (*given.recipe.callbacks, *(f"{GIVEN}:{name}" for name in named))
     return Given(given.recipe.model_copy(update={"callbacks": targets}), {**given.objects, **named})
@@ -137,5 +144,7 @@ def _schedule_section(schedule: Any, objects: dict[str, object]) -> dict[str, An
         fix = "give a function of the step (from 0), and perhaps the number of steps, that returns a fraction"
         raise RecipeError("the schedule is no function", where="schedule", fix=fix)
     one = len(inspect.signature(schedule).parameters) == 1
+    if not one:
+        require_accepts(schedule, "schedule", Call(("step", "steps")))
     objects["schedule"] = _AsMultiplier(schedule) if one else schedule
     return {"factory": f"{GIVEN}:schedule"}

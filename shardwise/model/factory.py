@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.call_signatures import Call, require_accepts
 from shardwise.core.errors import RecipeError
 from shardwise.core.user_objects import resolve
 from shardwise.model.blueprint import PADDING, Batch, Blueprint, LossSum, SampleShapes, token_shapes
@@ -46,6 +47,7 @@ from shardwise.runtime.parallel.tensor import Split, TensorPlan
 from shardwise.runtime.scalar_parameters import store_as_vectors
 
 LossFunction = Callable[[nn.Module, Batch], LossSum]
+LOSS_CALL = Call(("module", "batch"))
 
 
 class FactoryModel(Blueprint):
@@ -234,6 +236,7 @@ class FactoryModel(Blueprint):
         if not isinstance(module, nn.Module) or not callable(loss):
             kinds = f"it returned ({type(module).__name__}, {type(loss).__name__})"
             raise self._error(f"{self.name}() must return an nn.Module and a function", why=kinds)
+        require_accepts(loss, f"model.factory: {self.target}", LOSS_CALL)
         return module, loss, dataset
 
     def _make_dataset(self, dataset: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.core.call_signatures import Call, require_callable
 from shardwise.core.errors import RecipeError
 from shardwise.core.module_files import require_defined
 from shardwise.core.paths import PathBase, path_of
@@ -26,6 +27,7 @@ _PATHS: dict[KeyPath, Locate] = {
     ("data", "mixture", "*", "source"): PathBase.located_source,
     ("data", "tokenizer"): lambda base, name: name if name == "bytes" else base.located(name),
     ("evaluation", "sets", "*"): PathBase.located_source,
+    ("evaluation", "metrics"): PathBase.located_module,
     ("adapter", "start_from"): PathBase.located,
     ("checkpoint", "start_from"): PathBase.located,
     ("cluster", "device"): lambda base, name: base.located(name) if name.endswith(OWN) else name,
@@ -39,12 +41,32 @@ _PATHS: dict[KeyPath, Locate] = {
 """The keys that are paths, ids or modules, with * for every item."""
 
 
+_CALLS: dict[KeyPath, Call] = {
+    ("model", "factory"): Call(),
+    ("evaluation", "metrics"): Call(("predictions", "batch")),
+    ("optimizer", "factory"): Call(("named_parameters",), optional=("lr",)),
+    ("schedule", "factory"): Call(("step", "steps")),
+    ("objective", "factory"): Call(("recipe",)),
+    ("objective", "rewards", "*"): Call(("prompts", "completions"), keywords=None),
+    ("callbacks", "*"): Call(("values",), methods="on_"),
+}
+"""How the objects are called; a factory gets the ``arguments`` of its section, too."""
+
+
 def require_modules(document: YamlDocument) -> None:
-    """Raise RecipeError, with file and line, for an object of a user's module that is not there. Imports nothing."""
+    """Raise RecipeError, with file and line, for an object of a user's module that is not there or cannot be called.
+
+    Imports nothing.
+    """
     for pattern in (pattern for pattern, locate in _PATHS.items() if locate is PathBase.located_module):
         for section, key, path in _matching(document.values, pattern, ()):
             if isinstance(section[key], str):
                 require_defined(section[key], document.where(path))
+                given = section.get("arguments") or () if isinstance(section, dict) else ()
+                call = _CALLS[pattern]
+                require_callable(
+                    section[key], document.where(path), replace(call, keywords=given) if given else call
+                )
 
 
 def with_whole_paths(document: YamlDocument, settings: Sequence[Setting[Any]] = ()) -> YamlDocument:
