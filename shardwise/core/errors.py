@@ -5,6 +5,8 @@ add a worker's rank without parsing the text. The command line prints `line()` a
 is only in `logs/`.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import ClassVar
 
 LONGEST_LINE = 300
@@ -25,6 +27,13 @@ def shorten(text: str, limit: int) -> str:
 def one_line(text: str) -> str:
     """`text` without newlines, repeated blanks and non-printable characters."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def one_of(name: str, names: Iterable[str]) -> str:
+    """What to do about a name that is none of `names`: `did you mean 'gptq'? give one of rtn, gptq`."""
+    known = list(names)
+    near = get_close_matches(name, known, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"give one of {', '.join(known)}"
 
 
 class ShardwiseError(Exception):

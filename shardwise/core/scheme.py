@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import RecipeError, one_of
 
 NumberKind = Literal["int", "float8", "nf4"]
 GROUPS = (16, 32, 64, 128, 256)
@@ -89,7 +89,7 @@ def check_method(method: str, scheme: Scheme) -> None:
         raise RecipeError(
             f"no method is called {method}",
             where="--method",
-            fix=f"give one of {', '.join(QUANTIZATION_METHODS)}",
+            fix=one_of(method, QUANTIZATION_METHODS),
         )
     why = _obstacle(method, scheme)
     if why:

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import RecipeError, one_of
 from shardwise.recipe.sections import ModelSpec
 
 FORMATS_FOLDER = Path(__file__).parent
@@ -152,7 +152,7 @@ class Likeness:
 def format_named(name: str) -> ForeignFormat:
     """The format of a table. Raises RecipeError for a name that is not in FORMAT_NAMES."""
     if name not in FORMAT_NAMES:
-        fix = f"choose one of {', '.join(FORMAT_NAMES)}"
+        fix = one_of(name, FORMAT_NAMES)
         raise RecipeError(f"unknown format {name!r}", where="--format", fix=fix)
     table = _toml(name)
     base = format_named(table["extends"]) if "extends" in table else None

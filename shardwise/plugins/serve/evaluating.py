@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.core.cache_folder import default_root
-from shardwise.core.errors import DataError, RecipeError, ShardwiseError
+from shardwise.core.errors import DataError, RecipeError, ShardwiseError, one_of
 from shardwise.core.extras import install
 from shardwise.core.paths import path_of
 from shardwise.data import Batch
@@ -210,7 +210,7 @@ def evaluated_length(options: EvaluationOptions, context: int | None) -> int:
 def model_dtype(options: EvaluationOptions) -> torch.dtype:
     """Raises RecipeError for an unknown precision."""
     if options.precision not in SERVED_DTYPES:
-        fix = f"take one of {', '.join(SERVED_DTYPES)}"
+        fix = one_of(options.precision, SERVED_DTYPES)
         raise RecipeError(f"precision is {options.precision!r}", where="precision", fix=fix)
     return SERVED_DTYPES[options.precision]
 

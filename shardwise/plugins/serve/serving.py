@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import RecipeError, one_of
 from shardwise.core.paths import path_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.plugins.serve.adapters import open_adapter
@@ -245,7 +245,7 @@ def load_model(
     """
     if precision not in SERVED_DTYPES:
         raise RecipeError(
-            f"precision is {precision!r}", where="precision", fix=f"take one of {', '.join(SERVED_DTYPES)}"
+            f"precision is {precision!r}", where="precision", fix=one_of(precision, SERVED_DTYPES)
         )
     torch_device = serving_device(device)
     return ServedModel(

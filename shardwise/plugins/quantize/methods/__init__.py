@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import RecipeError, one_of
 from shardwise.core.scheme import QUANTIZATION_METHODS
 from shardwise.plugins.quantize.methods.base import QuantizationMethod
 
@@ -27,7 +27,7 @@ def method_of(name: str) -> QuantizationMethod:
         raise RecipeError(
             f"no method is called {name}",
             where="--method",
-            fix=f"give one of {', '.join(QUANTIZATION_METHODS)}",
+            fix=one_of(name, QUANTIZATION_METHODS),
         )
     method: QuantizationMethod = getattr(
         import_module(f"shardwise.plugins.quantize.methods.{name}"), _CLASSES[name]
