@@ -30,9 +30,10 @@ class Header:
     of a stream (`windows`). Of records alone: `chats` says whether a chat template wrote them, `untrained` counts those
     left out because nothing in them is trained on, `divided` those in several parts, `endless` the answers after which
     no end of a turn is trained on; `unread` names fields that neither the format nor the chat template reads. Of
-    preferences alone: `preferences` says that the rows are those, `margins` that they have some, `equal` counts the
-    untrained pairs whose chosen and rejected documents are the same, `implicit` the pairs whose prompt is the text that
-    both begin with, `empty_documents` the empty completions.
+    preferences alone: `preferences` says that the rows are those, `margins` that they have some, `margin_fault` the
+    parts of the error of an objective that reads them, `equal` counts the untrained pairs whose chosen and rejected
+    documents are the same, `implicit` the pairs whose prompt is the text that both begin with, `empty_documents` the
+    empty completions.
     """
 
     format: int
@@ -52,6 +53,7 @@ class Header:
     unread: str = ""
     preferences: bool = False
     margins: bool = False
+    margin_fault: tuple[str, ...] = ()
     equal: int = 0
     implicit: int = 0
 

@@ -20,7 +20,14 @@ from shardwise.core.errors import DataError
 from shardwise.data.cache_header import PREFERENCE
 from shardwise.data.encoding import Encoded, Encoder
 from shardwise.data.formats import QUESTION, Chat
-from shardwise.data.preference_formats import Preference, is_empty, labelled_of, preference_of, shared_length
+from shardwise.data.preference_formats import (
+    Preference,
+    is_empty,
+    labelled_of,
+    margin_of,
+    preference_of,
+    shared_length,
+)
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.recipe.sections import DataSpec
@@ -32,6 +39,7 @@ class PairEncoder(Encoder):
     Attributes:
         equal: number of records so far that were left out because both are the same.
         margins: whether the records have a margin; None before the first one.
+        margin_fault: the parts of the error for objectives that read margins.
         implicit: number of records so far whose prompt is the text that both completions begin with.
     """
 
@@ -42,6 +50,7 @@ class PairEncoder(Encoder):
         self.keys |= {QUESTION}
         self.equal = self.implicit = 0
         self.margins: bool | None = None
+        self.margin_fault: tuple[str, ...] = ()
 
     def nothing_trained(self, records: int) -> tuple[str, str]:
         if self.equal == records:
@@ -51,7 +60,8 @@ class PairEncoder(Encoder):
         return why + same, super().nothing_trained(records)[1]
 
     def facts(self) -> dict[str, Any]:
-        facts = {"equal": self.equal, "margins": bool(self.margins), "implicit": self.implicit}
+        facts: dict[str, Any] = {"margin_fault": self.margin_fault}
+        facts |= {"equal": self.equal, "margins": bool(self.margins), "implicit": self.implicit}
         return {"preferences": True, **facts}
 
     def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
@@ -73,14 +83,23 @@ class PairEncoder(Encoder):
         for example in (pair.chosen, pair.rejected):
             self._note(example, record, pair.read)
             self.empty += is_empty(example)
-        has_margin = pair.margin is not None
+        try:
+            return replace(pair, margin=self._margin(record))
+        except DataError as error:
+            self.margin_fault = self.margin_fault or (error.what, error.where, error.why, error.fix)
+            return pair
+
+    def _margin(self, record: Record) -> float | None:
+        """Raises DataError if it is no number, or if only some records have one."""
+        margin = margin_of(record.fields, record.where)
+        has_margin = margin is not None
         if self.margins is None:
             self.margins = has_margin
         elif has_margin != self.margins:
             have = ("the records before have none", "the records before have one")[self.margins]
             what = "a 'margin'" if has_margin else "no 'margin'"
             raise DataError(what, where=record.where, why=have, fix="give every record a margin, or none")
-        return pair
+        return margin
 
 
 def _aligned(chosen: Encoded, rejected: Encoded, pair: Preference, where: str) -> tuple[Encoded, Encoded]:

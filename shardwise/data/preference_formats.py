@@ -61,14 +61,15 @@ class Preference:
 
     Attributes:
         read: the fields that a text reads.
+        margin: by how much the chosen one is better (``margin_of``); None if the record does not say.
         implicit: whether the prompt is the text that both begin with.
     """
 
     chosen: Example
     rejected: Example
-    margin: float | None
     read: frozenset[str]
     implicit: bool = False
+    margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,8 @@ def preference_of(record: Record, template: bool) -> Preference:
             )
         else:
             chosen, rejected = _texts(fields, where)
-        return Preference(chosen, rejected, _margin(fields, where), read, implicit)
-    return Preference(*_chats(record), _margin(fields, where), read)
+        return Preference(chosen, rejected, read, implicit)
+    return Preference(*_chats(record), read)
 
 
 def labelled_of(record: Record, template: bool) -> Labelled:
@@ -147,7 +148,8 @@ def is_empty(example: Example) -> bool:
     return not (last.text.strip() or last.calls or any(last.keys.get(key) for key in REASONING))
 
 
-def _margin(fields: Mapping[str, object], where: str) -> float | None:
+def margin_of(fields: Mapping[str, object], where: str) -> float | None:
+    """The margin of a record; None if it has none. Raises DataError if it is no number of fp32."""
     value = parsed_json(fields.get("margin"))  # of CSV: a text
     if value is None or value == "":
         return None

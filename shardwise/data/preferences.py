@@ -8,10 +8,10 @@ the length of both documents), whose documents attention keeps apart. A pair is 
 
 `counted` is 1 at one target of each pair, the first trained one of its chosen document, so its sum is the number of
 pairs. `document` is 2k for the chosen and 2k + 1 for the rejected document of pair k. `present` is 1 for a pair and 0
-for padding. If the records have margins, `margin` fp32 is next to it.
+for padding.
 
 A pair that is *scored*, for a reward model, has all its tokens as inputs, and one target for each document: at its last
-token, where the score is read.
+token, where the score is read. If the records have margins, `margin` fp32 is next to `present`.
 
 A document that is too long is cut: padded, to a sequence; packed, so that both documents fit into one. Then neither has
 less than half of it, unless it is shorter. A pair is dropped if one document would train nothing after the cut, or if
@@ -55,7 +55,7 @@ class Preferences(CachedDocuments):
 
     Attributes:
         firsts: position of the first trained target in each document, [pairs, 2].
-        margins: fp32 [pairs], or None.
+        margins: fp32 [pairs] of pairs that are scored, or None.
         scored: whether each document has one target, at its last token. Then ``ends`` count one token more, of no
             meaning, which that target is.
     """
@@ -135,6 +135,9 @@ def open_preferences(opened: OpenedSource) -> Splits[Preferences]:
     encoder = PairEncoder(spec, opened.tokenizer)
     cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
     scored = opened.kind == "scored"
+    if scored and cache.header.margin_fault:
+        what, where, why, fix = cache.header.margin_fault
+        raise DataError(what, where=where, why=why, fix=fix)
     train, held_out, left_out = divide_preferences(cache, encoder, spec, scored)
     if not len(train):
         whole = inputs_of_documents(cache, 2) + (1 if scored else 0)
@@ -200,7 +203,7 @@ def divide_preferences(
     is_held_out = held_out_records(hashes[fits], spec.held_out)
     if scored:
         firsts = room
-    margins = rows["value"][:, 0].astype(np.float32) if cache.header.margins else None
+    margins = rows["value"][:, 0].astype(np.float32) if scored and cache.header.margins else None
 
     def side(mask: npt.NDArray[np.bool_]) -> Preferences:
         first = starts[fits][mask]

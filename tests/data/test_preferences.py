@@ -354,7 +354,10 @@ def documents_of(sample: dict[str, Any], packed: bool) -> Iterator[tuple[int, by
 @pytest.mark.parametrize("packing", [False, True])
 def test_every_pair_is_whole_in_one_sample(packing: bool, tmp_path: Path, opened_kind: Kinds) -> None:
     source = many(tmp_path / "a.jsonl", margin=True)
-    train = opened_kind(source, sequence_length=48, held_out=0.0, packing=packing).train
+    train, scored = (
+        opened_kind(source, kind=kind, sequence_length=48, held_out=0.0, packing=packing).train
+        for kind in ("pairs", "scored")
+    )
     lines = [json.loads(line) for line in source.read_text().splitlines()]
     seen = []
     for index in range(len(train)):
@@ -367,10 +370,10 @@ def test_every_pair_is_whole_in_one_sample(packing: bool, tmp_path: Path, opened
                 expected.append((2 * k + side, line["prompt"].encode(), line[key].encode() + b"\0"))
         assert list(documents_of(sample, packing)) == expected
         assert sample["present"].tolist() == [1] * len(members) and sample["present"].dtype == np.int64
-        assert (
-            sample["margin"].tolist() == [pair / 4 for pair in members]
-            and sample["margin"].dtype == np.float32
-        )
+        assert "margin" not in sample
+        scores = scored.sample(index)
+        assert scores["margin"].tolist() == [pair / 4 for pair in scored.members(index)]
+        assert scores["margin"].dtype == np.float32
         assert sample["counted"].sum() == len(members)
         where = sample["counted"] == 1
         assert sample["labels"][where].tolist() == [ord("y")] * len(members)
@@ -389,7 +392,9 @@ def test_batches_have_the_shapes_of_the_contract(
     packing: bool, tmp_path: Path, recipe_of_objective: Kinds
 ) -> None:
     data = open_data(
-        recipe_of_objective(many(tmp_path / "a.jsonl", margin=True), sequence_length=48, packing=packing)
+        recipe_of_objective(
+            many(tmp_path / "a.jsonl", margin=True), "reward", sequence_length=48, packing=packing
+        )
     )
     train = data._train
     batch = batch_of(train, [0, 1, len(train) - 1, None])
@@ -617,9 +622,11 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "'prompt' is not a turn that chosen"),
     ({"prompt": [USER], "chosen": [MORE], "rejected": [BAD]}, "roles do not alternate"),
     ({"prompt": [USER], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, "no 'chosen[0].content'"),
-    ({**PAIR, "margin": "much"}, "'margin' is not a number"),
-    *[({**PAIR, "margin": more}, "'margin' is too large") for more in (10**400, -1e39)],
-    ({**PAIR, "margin": 1.0}, "a 'margin'"),
+]
+MARGINS: list[tuple[object, str]] = [
+    ("much", "'margin' is not a number"),
+    *[(more, "'margin' is too large") for more in (10**400, -1e39)],
+    (1.0, "a 'margin'"),
 ]
 
 
@@ -629,6 +636,19 @@ def test_a_malformed_pair_is_named_by_file_and_line(
 ) -> None:
     with pytest.raises(DataError) as caught:
         opened_kind(jsonl(tmp_path / "a.jsonl", PAIR, bad))
+    line = caught.value.line()
+    assert says in line and "a.jsonl:2" in line and "\n" not in line, line
+
+
+@pytest.mark.parametrize(("margin", "says"), MARGINS, ids=[says for _, says in MARGINS])
+def test_a_faulty_margin_is_refused_where_it_is_read(
+    margin: object, says: str, tmp_path: Path, opened_kind: Kinds
+) -> None:
+    source = jsonl(tmp_path / "a.jsonl", PAIR, {**PAIR, "margin": margin})
+    for kind in ("pairs", "unpaired"):
+        assert opened_kind(source, kind=kind, held_out=0.0).train.records > 1
+    with pytest.raises(DataError) as caught:
+        opened_kind(source, kind="scored")
     line = caught.value.line()
     assert says in line and "a.jsonl:2" in line and "\n" not in line, line
 
@@ -656,11 +676,10 @@ def test_a_mixture_of_pairs(tmp_path: Path, recipe_of_objective: Kinds) -> None:
     data = open_data(asked)
     batch = data.micro_batches(0, 0, 1, 4)[0]
     assert batch["counted"].sum() == batch["present"].sum() >= 4
-    both = recipe_of_objective(
-        None, mixture=[{"source": str(one)}, {"source": str(many(tmp_path / "c.jsonl", margin=True))}]
-    )
+    some = [{"source": str(one)}, {"source": str(many(tmp_path / "c.jsonl", margin=True))}]
+    open_data(recipe_of_objective(None, mixture=some))
     with pytest.raises(DataError, match="margin"):
-        open_data(both)
+        open_data(recipe_of_objective(None, "reward", mixture=some))
 
 
 def test_fields_that_nothing_reads_are_listed(tmp_path: Path, opened_kind: Kinds) -> None:
@@ -671,8 +690,10 @@ def test_fields_that_nothing_reads_are_listed(tmp_path: Path, opened_kind: Kinds
 
 
 def test_data_shows_both_documents(tmp_path: Path, opened_kind: Kinds) -> None:
-    train = opened_kind(jsonl(tmp_path / "a.jsonl", {**PAIR, "margin": 2}), held_out=0.0).train
-    assert train.names == ("chosen", "rejected") and train.records == 1 and train.note(0) == "margin 2"
+    source = jsonl(tmp_path / "a.jsonl", {**PAIR, "margin": 2})
+    train = opened_kind(source, held_out=0.0).train
+    assert train.names == ("chosen", "rejected") and train.records == 1 and not train.note(0)
+    assert opened_kind(source, kind="scored", held_out=0.0).train.note(0) == "margin 2"
     shown = [[(chr(token), on) for token, on in document] for document in train.documents(0)]
     assert shown == [[("a", False), (c, True), ("\0", True)] for c in "bc"]
     assert train.text(0) == "ab\nac"
