@@ -9,7 +9,7 @@ import typer
 
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
 from shardwise.cli.spinner import working
-from shardwise.core.errors import NumericsError
+from shardwise.core.errors import DataError, NumericsError
 from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.verifier.verdict import ComparedCounts
 
@@ -31,6 +31,15 @@ def command(
     with working() as progress:
         plan, verdict = verify_plan(asked, cluster, run_workers, steps=steps, progress=progress)
     typer.echo(json.dumps(verdict.as_dict()) if as_json else _verdict_table(plan.line, verdict))
+    if verdict.compares_nothing:
+        steps = (verdict.proof or verdict).untrained
+        raise DataError(
+            "nothing to compare: all advantages are zero",
+            where="objective.rewards",
+            why=f"in {'all' if steps == verdict.steps else 'the first'} {steps} steps every group has equal rewards,"
+            " or its completions were cut",
+            fix="give rewards that differ within a group, a larger objective.group, or more --steps",
+        )
     if not verdict.passed:
         raise NumericsError(
             "the strategy does not train as one process does",
@@ -74,7 +83,7 @@ def _in_precision(verdict: Verdict) -> str:
 
 def _verdict_rows(verdict: Verdict) -> list[str]:
     """Quantities with their differences, notes, and whether the comparison passed."""
-    said = "passed" if verdict.agrees else "FAILED"
+    said = "nothing compared" if verdict.untrained else "passed" if verdict.agrees else "FAILED"
     if verdict.allowed is None:
         lines = [f"  {name:<14} {difference:.2e}" for name, difference, _ in verdict.rows]
         lines += [f"  {note}" for note in verdict.notes]

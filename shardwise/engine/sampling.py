@@ -116,6 +116,10 @@ class SamplingObjective(TrainingObjective):
             folder: of rollouts that several runs train on: those in it are read, and others are written to it.
         """
 
+    def has_signal(self, batch: Batch) -> bool:
+        """Whether rewards train anything in a batch; False where every advantage is zero."""
+        return True
+
     @abstractmethod
     def rehearse(self, run: Run, batch: Batch, repeated: Repeated) -> None:
         """Allocate and compute on fake tensors what making the batches of a step takes.

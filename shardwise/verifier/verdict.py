@@ -112,6 +112,8 @@ class Verdict:
         skipped: updates skipped by the strategy, and by the plain process.
         unskipped: updates by gradients that were not finite.
         notes: settings that this comparison replaced, and what else limits it, in words.
+        untrained: first steps in which all advantages were zero. Gradients were zero, or rounding error of the distance
+            from the reference, which the optimizer amplifies; so nothing is compared.
         proof: the same layout in fp64 against a plain process in fp64.
     """
 
@@ -131,6 +133,7 @@ class Verdict:
     skipped: tuple[int, int] = (0, 0)
     unskipped: int = 0
     notes: tuple[str, ...] = ()
+    untrained: int = 0
     proof: Verdict | None = None
 
     @property
@@ -169,8 +172,12 @@ class Verdict:
         return abs(self.skipped[0] - self.skipped[1]) > max(1, self.steps // 5)
 
     @property
+    def compares_nothing(self) -> bool:
+        return bool(self.untrained or (self.proof and self.proof.untrained))
+
+    @property
     def passed(self) -> bool:
-        return self.agrees and (self.proof is None or self.proof.passed)
+        return self.agrees and not self.compares_nothing and (self.proof is None or self.proof.passed)
 
     def as_dict(self) -> dict[str, object]:
         proof = None if self.proof is None else self.proof.as_dict()

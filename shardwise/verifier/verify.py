@@ -135,10 +135,15 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
 
     source = batches_of(data, PlainRank(loss.passes(model), strategy, torch.device("cpu")), folder)
 
+    objective, signals = blueprint.minimises, list[bool]()
+
     def batches() -> Iterator[list[Batch]]:
         for index in range(recipe.steps):
             seed_step(recipe.seed, index, 0)
-            yield source.at(index)
+            made = source.at(index)
+            if isinstance(objective, SamplingObjective):
+                signals.append(any(map(objective.has_signal, made)))
+            yield made
 
     (first,) = loss.prepared(model, source.at(0)[:1])
     narrow = dtype == torch.float64 and rounds_to_fp32(loss, model, first)
@@ -151,7 +156,16 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
     still = all(result.grad_norm == 0 for result in seen)
     notes = [_ROUNDING_NOTE] * narrow + [_DRAWS] * random + [_NO_GRADIENTS] * still
     steps = [vars(s) for s in seen]
-    left = {"steps": steps, "undetermined": undetermined, "rounds_to_fp32": narrow, "notes": notes}
+    untrained = [*signals, True].index(True)  # steps before the first with a signal
+    if untrained < len(steps) and not (recipe.objective and recipe.objective.reads_reference):
+        untrained = 0  # without a reference such steps leave the weights as they are
+    left = {
+        "steps": steps,
+        "untrained": untrained,
+        "undetermined": undetermined,
+        "rounds_to_fp32": narrow,
+        "notes": notes,
+    }
     (folder / _STEPS_FILE).write_text(json.dumps(left), encoding="utf-8")
 
 
@@ -198,6 +212,7 @@ def run_strategy(
         ignored,
         precision,
         notes=(*words, *left["notes"]),
+        untrained=left["untrained"],
     )
 
 

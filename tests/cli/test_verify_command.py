@@ -100,6 +100,18 @@ def test_a_strategy_that_does_not(
     assert left(tmp_path) == []
 
 
+def test_advantages_of_zero_leave_nothing_to_compare(
+    recipe: str, judged: Judged, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(Verdict(0.0, 9e-3, 2e-5, "layers.0.up", 1e-5, 20, untrained=20))
+    assert run(["verify", recipe]) == 3
+    out, err = capsys.readouterr()
+    assert "nothing compared at a tolerance of 1e-05" in out and "FAILED" not in out
+    assert "nothing to compare: all advantages are zero (objective.rewards): in all 20 steps" in err
+    judged(replace(NEAR, proof=replace(PROOF, untrained=3)))
+    assert run(["verify", recipe]) == 3 and "in the first 3 steps" in capsys.readouterr().err
+
+
 PROOF = Verdict(
     1e-14, 2e-14, 3e-14, "layers.0.up", 1e-10, 20, precision="fp64", notes=("precision: fp64 for fp16",)
 )

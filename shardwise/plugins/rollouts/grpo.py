@@ -36,6 +36,9 @@ class GroupPolicyGradient(RolloutObjective):
             return completions * (batch["positions"] == 0).any() if "positions" in batch else completions
         return valid_targets(batch["labels"])
 
+    def has_signal(self, batch: Batch) -> bool:
+        return bool(batch["advantages"].where(batch["labels"] != IGNORED, 0).any())
+
     def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         policy, valid = self.log_probabilities(blueprint, model, batch), batch["labels"] != IGNORED
         losses = self.corrected(policy_loss(policy, batch["advantages"]), policy, batch)

@@ -40,6 +40,10 @@ def letters(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -
     return [sum(letter.isalpha() for letter in text) / 8 for text in completions]
 
 
+def equal(prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+    return [0.1] * len(completions)
+
+
 def prompts(folder: Path, count: int = 24) -> Path:
     import json
 

@@ -45,3 +45,16 @@ def test_completions_that_train_nothing_are_no_proof(pool: Pool, tmp_path: Path)
     pool.run(1, plain_rank, jobs)
     [[verdict]] = pool.run(1, verified_rank, jobs)
     assert "not proved: gradients, which are zero in all steps" in verdict.notes
+    assert verdict.untrained == 1 and not verdict.passed
+
+
+def test_equal_rewards_are_neither_a_failure_nor_a_proof(pool: Pool, tmp_path: Path) -> None:
+    """The gradient is the rounding error of policy less reference, which another layout has not."""
+    jobs, equal = [], {"rewards": [f"{rollout_recipe.__module__}:equal"], "reward_weights": None, "group": 3}
+    for name, beta in (("with", 0.2), ("without", 0.0)):
+        (folder := tmp_path / name).mkdir()
+        recipe = rollout_recipe(prompts(tmp_path), "grpo", {**equal, "beta": beta}, steps=2)
+        jobs.append((recipe, {"tensor_parallel": 2, "precision": "fp32", "micro_batch_size": 2}, folder))
+    pool.run(1, plain_rank, jobs)
+    for verdict in pool.run(2, verified_rank, jobs)[0]:
+        assert verdict.untrained == 2 and verdict.compares_nothing and not verdict.passed
