@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
@@ -37,13 +37,14 @@ LOCK, HOLDER = ".lock", ".holder"
 
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
-    """Hold the folder while training in it.
+    """Hold the folder while training in it. A new one in which nothing was written is removed again.
 
     Raises:
         ResourceError: it cannot be made or written.
         RecipeError: another process trains in it, or its path is not UTF-8, which safetensors cannot open.
     """
     _require_utf8(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with _writing(folder):
             make_folder(folder)
@@ -64,7 +65,17 @@ def claim(folder: Path) -> Iterator[None]:
         yield
     finally:
         (folder / HOLDER).unlink(missing_ok=True)
+        if os.listdir(folder) == [LOCK]:
+            _remove(folder, made)
         lock.release()
+
+
+def _remove(folder: Path, made: Sequence[Path]) -> None:
+    """Remove the lock and the folders that were made for the run, as far as they are empty. Under the lock."""
+    with suppress(OSError):
+        (folder / LOCK).unlink()
+        for path in made:
+            path.rmdir()
 
 
 def _require_utf8(folder: Path) -> None:

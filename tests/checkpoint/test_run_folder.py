@@ -93,3 +93,21 @@ def test_a_report_of_a_plan_without_an_axis_is_refused(tmp_path: Path, axis: str
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(DataError, match="layout"):
         read_run(tmp_path)
+
+
+def test_a_new_folder_in_which_nothing_was_written_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "new"
+
+    def claimed(written: str) -> None:
+        with pytest.raises(DataError), claim(folder):
+            if written:
+                (folder / written).touch()
+            raise DataError("bad data")
+
+    claimed("")
+    assert not list(tmp_path.iterdir())
+    folder.mkdir(parents=True)
+    claimed("")
+    assert folder.exists() and not list(folder.iterdir())
+    claimed("plan.json")
+    assert {path.name for path in folder.iterdir()} == {".lock", "plan.json"}
