@@ -13,7 +13,8 @@ reuses and frees are those of the real code, and ``shardwise::fused`` stands for
 gradients the block runs as it is, so evaluation compiles nothing.
 
 Refused: ``torch.compile``. Dynamo does not take the dry run's fake tensors, and its guards would run in every call.
-The price is that a block must not branch on a tensor's value, nor change its own attributes while it runs.
+The price is that a block must not branch on a tensor's value, nor change its own attributes while it runs, except for
+tensors (stored_tensors.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.attention_kernels import planned_device
 from shardwise.runtime.same_code import Number, code_of, code_of_module, numbers_of, numbers_read
+from shardwise.runtime.stored_tensors import Place, put, storing
 from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes, tree_flatten, tree_unflatten
 from shardwise.runtime.torch_private_compiler import Function, compiled
 
@@ -47,11 +49,13 @@ class _Compilation:
 
     Attributes:
         result: the structure of the block's result.
+        stored: attributes that get the results after those.
         numbers: attributes of modules that were read, with their values.
     """
 
     run: Function
     result: TreeSpec
+    stored: Sequence[Place]
     numbers: Mapping[Number, int]
 
 
@@ -158,7 +162,10 @@ class CompiledForward:
             compilation = self._compiled(key, inputs, call)
             self._values = self._current_values()  # what the trace itself changed is no change between calls
         self.shares = self._code, self.budget, tuple(compilation.numbers.items())
-        return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
+        results = list(compilation.run(*inputs))
+        for place in reversed(compilation.stored):
+            put(self._block, place, results.pop())
+        return tree_unflatten(results, compilation.result)
 
     def _current_values(self) -> list[Any]:
         """Of the block's plain attributes: a schedule may change a dropout rate. Its whole code takes 1 ms to read."""
@@ -175,14 +182,15 @@ class CompiledForward:
     def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _CallForm) -> _Compilation:
         global _seconds
         began = time.perf_counter()
-        results: list[TreeSpec] = []
+        results: list[tuple[TreeSpec, Sequence[Place]]] = []
 
         def traced(*tensors: Tensor) -> tuple[Any, ...]:
             with self._holding(tensors[: len(self._weights or ())]), _as_traced():
                 args, kwargs = call.with_tensors(tensors[len(self._weights or ()) :])
-                leaves, spec = tree_flatten(self._eager(*args, **kwargs))
-            results.append(spec)
-            return tuple(leaves)
+                with storing(self._block) as stored:
+                    leaves, spec = tree_flatten(self._eager(*args, **kwargs))
+            results.append((spec, tuple(stored)))
+            return (*leaves, *stored.values())
 
         fake = isinstance(inputs[0], FakeTensor)
         try:
@@ -191,7 +199,7 @@ class CompiledForward:
         except Exception as error:
             raise _cannot_compile(self._block, error) from error
         compilation = _Compilation(
-            run, results[-1], {number: self._numbers[number] for number in sorted(read)}
+            run, *results[-1], {number: self._numbers[number] for number in sorted(read)}
         )
         _compilations.setdefault(key, []).append(compilation)
         while len(_compilations) > MOST_KEPT:

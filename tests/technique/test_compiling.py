@@ -223,6 +223,59 @@ def test_attributes_that_change_between_calls_are_followed(compilations: list[ob
     assert len(compilations) == 4
 
 
+class Storing(nn.Module):
+    """A block that leaves tensors for its caller: one that has a gradient, one in a buffer, and one that it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(8, 8), None
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.layer.penalty, self.last = x.square().mean(), x
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return x
+
+
+def test_tensors_that_a_block_stores_are_results_of_its_code(compilations: list[object]) -> None:
+    """Real kernels; two blocks, two steps, one compilation; and evaluation, which runs the block as it is."""
+    blocks, plain, x = [Storing(), Storing()], [Storing(), Storing()], torch.ones(2, 8)
+    for block, other in zip(blocks, plain, strict=True):
+        other.load_state_dict(block.state_dict())
+    compiled.compile_blocks(blocks)
+
+    def seen(both: list[Storing]) -> list[Tensor]:
+        results = [block(x) for block in both]
+        sum(block.layer.penalty + block.last.sum() for block in both).backward()
+        return [*results, *(t for block in both for t in (block.layer.weight.grad, block.mean, block.last))]
+
+    for _ in "12":
+        torch.testing.assert_close(seen(blocks), seen(plain))
+    assert len(compilations) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(blocks[0](x), plain[0](x))
+        torch.testing.assert_close(blocks[0].mean, plain[0].mean)
+
+
+def test_a_tensor_that_a_block_appends_to_a_list_is_refused_by_module_and_name() -> None:
+    class Appending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.layer.losses = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            self.layer.losses.append(x.mean())
+            return x
+
+    block = Appending()
+    compiled.compile_blocks([block])
+    with pytest.raises(RecipeError, match="its module layer stores a tensor within 'losses'"):
+        block(torch.ones(2, 8))
+
+
 class Attending(nn.Module):
     """Attention and a gated layer, in fp64."""
 
