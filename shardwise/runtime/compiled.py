@@ -40,7 +40,9 @@ from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes
 from shardwise.runtime.torch_private_compiler import Function, compiled
 
 MOST_KEPT = 64
-"""Kinds of blocks and arguments whose compilations a process keeps."""
+"""Kinds of blocks and arguments whose compilations a process keeps, and compilations of one block for other numbers."""
+MANY_VALUES = 8
+"""After so many compilations of a block for new values of its attributes, a warning says so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +53,14 @@ class _Compilation:
         result: the structure of the block's result.
         stored: attributes that get the results after those.
         numbers: attributes of modules that were read, with their values.
+        maker: what compiled it.
     """
 
     run: Function
     result: TreeSpec
     stored: Sequence[Place]
     numbers: Mapping[Number, int]
+    maker: CompiledForward
 
 
 _PLAIN = (bool, int, float, str)
@@ -64,6 +68,8 @@ _PLAIN = (bool, int, float, str)
 
 _compilations: OrderedDict[Any, list[_Compilation]] = OrderedDict()
 _seconds = 0.0
+_warnings: list[str] = []
+_warned: set[str] = set()
 _tracing = False
 
 
@@ -106,6 +112,13 @@ def seconds_compiling() -> float:
     return _seconds
 
 
+def new_warnings() -> list[str]:
+    """What the user should know about the compilations since the last call; a kind of block is named once."""
+    new = list(_warnings)
+    _warnings.clear()
+    return new
+
+
 def compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of tensors that ``torch.compile`` compiles at its first call, for all shapes at once."""
 
@@ -138,6 +151,7 @@ class CompiledForward:
         self._weights: list[tuple[dict[str, Any], str]] | None = None
         self._attributes: list[tuple[dict[str, Any], str]] = []
         self._values: list[Any] | None = None
+        self._changed, self._variants = "", 0
         self._code: Any = None
         self._numbers: dict[Number, int] = {}
         self.budget: float | None = 1.0
@@ -150,7 +164,7 @@ class CompiledForward:
             self._weights = list(_weight_slots(self._block))
             self._attributes = list(_plain_attributes(self._block, self._own))
         if (values := self._current_values()) != self._values:
-            self._values = values
+            self._note_change(values)
             self._code = code_of_module(self._block, self._own)
             self._numbers = numbers_of(self._block, self._own)
         weights = [_local_tensor(dictionary[name]) for dictionary, name in self._weights]
@@ -170,6 +184,11 @@ class CompiledForward:
     def _current_values(self) -> list[Any]:
         """Of the block's plain attributes: a schedule may change a dropout rate. Its whole code takes 1 ms to read."""
         return [dictionary.get(name) for dictionary, name in self._attributes]
+
+    def _note_change(self, values: list[Any]) -> None:
+        pairs = zip(self._attributes, self._values or values, values, strict=True)
+        self._changed = next((name for (_, name), before, value in pairs if before != value), "")
+        self._values = values
 
     def _known(self, key: Any) -> _Compilation | None:
         """The compilation of a block with this key, and with the same numbers as far as they were read."""
@@ -199,15 +218,39 @@ class CompiledForward:
         except Exception as error:
             raise _cannot_compile(self._block, error) from error
         compilation = _Compilation(
-            run, *results[-1], {number: self._numbers[number] for number in sorted(read)}
+            run, *results[-1], {number: self._numbers[number] for number in sorted(read)}, self
         )
-        _compilations.setdefault(key, []).append(compilation)
-        while len(_compilations) > MOST_KEPT:
-            _compilations.popitem(last=False)
+        self._keep(key, compilation)
         if not fake:
+            self._count_values()
             gc.collect()  # graphs refer to themselves
             _seconds += time.perf_counter() - began
         return compilation
+
+    def _keep(self, key: Any, compilation: _Compilation) -> None:
+        of_key = _compilations.setdefault(key, [])
+        of_key.append(compilation)
+        own = [other for other in of_key if other.maker is self]
+        if len(own) > MOST_KEPT:
+            of_key[:] = [other for other in of_key if other is not own[0]]
+        while len(_compilations) > MOST_KEPT:
+            _compilations.popitem(last=False)
+
+    def _count_values(self) -> None:
+        """A new value of an attribute was compiled: once is a phase of a schedule, many times a value per step."""
+        if not self._changed:
+            return
+        self._variants += 1
+        if self._variants == MANY_VALUES:
+            kind = type(self._block).__name__
+            text = (
+                f"{kind} was compiled {MANY_VALUES} times because its {self._changed} changed, and each new value takes"
+                " as long again: set strategy.compile: none, or store the value in a buffer"
+            )
+            if kind not in _warned:
+                _warnings.append(text)
+            _warned.add(kind)
+        self._changed = ""
 
     @property
     def _positions(self) -> list[int]:

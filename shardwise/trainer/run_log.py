@@ -22,7 +22,7 @@ from shardwise.core.run_files import (
 )
 from shardwise.core.units import format_count, format_percent
 from shardwise.engine.train_state import TrainState
-from shardwise.runtime.compiled import seconds_compiling
+from shardwise.runtime.compiled import new_warnings, seconds_compiling
 from shardwise.trainer.meter import EXACT_STEPS, Measured
 from shardwise.trainer.metrics import MetricsFile, typical_seconds
 from shardwise.trainer.progress import Progressing
@@ -69,6 +69,8 @@ class RunLog:
 
     def step(self, record: StepRecord) -> None:
         """Log a step."""
+        for warning in new_warnings():
+            warn(warning)
         if record.held_out_loss is not None:
             self.validation_loss = record.held_out_loss
         self._set_losses = record.held_out_losses or self._set_losses

@@ -223,6 +223,25 @@ def test_attributes_that_change_between_calls_are_followed(compilations: list[ob
     assert len(compilations) == 4
 
 
+def test_a_value_of_every_step_is_told_once_and_its_code_is_not_kept(
+    compilations: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MANY_VALUES", 3)
+    monkeypatch.setattr(compiled, "MOST_KEPT", 4)
+    monkeypatch.setattr(compiled, "_warned", set())
+    blocks, x = [Scheduled(), Scheduled()], torch.ones(2, 8)
+    compiled.compile_blocks(blocks)
+    said = []
+    for power in range(1, 8):
+        for block in blocks:
+            block.power, block.passes = power, 0
+            block(x)
+        said += compiled.new_warnings()
+    assert len(compilations) == 7 and len(said) == 1
+    assert said[0].startswith("Scheduled was compiled 3 times because its power changed")
+    assert sum(map(len, compiled._compilations.values())) == 4
+
+
 class Storing(nn.Module):
     """A block that leaves tensors for its caller: one that has a gradient, one in a buffer, and one that it returns."""
 
