@@ -5,11 +5,11 @@
 
 `counted` is 1 at the first trained target of each record. `document` is the record's number in the row.
 
-KTO's reference point is a divergence, estimated by mismatched records: the prompt of a record with a completion of the
-next prompt of this side of the split, in the order of the source; the last takes the first. Records with one prompt
-that follow each other take its completions in turn, because another completion of the same prompt is no mismatch. They
-are in `kl_input_ids` and `kl_labels`; packed, also `kl_positions`, `kl_starts` and `kl_document`. They are joined as
-tokens.
+KTO's reference point is a divergence, estimated by mismatched records: the prompt of a record with a completion of
+the next prompt of this side of the split, in the order of the source; the last takes the first that is another.
+Records with one prompt that follow each other take its completions in turn, because another completion of the same
+prompt is no mismatch. They are in `kl_input_ids` and `kl_labels`; packed, also `kl_positions`, `kl_starts` and
+`kl_document`. They are joined as tokens.
 
 A source of pairs gives two records each, first the chosen one, which is desirable. Both are on the same side of the
 split.
@@ -64,12 +64,14 @@ class Unpaired(CachedDocuments):
         borders: position of its first token behind the prompt, [records].
         desirable: 1 or 0, [records].
         others: the record that gives the completion of a mismatched one, [records].
+        one_prompt: whether all records have the same prompt, so that no completion is mismatched.
     """
 
     firsts: TokenIds
     borders: TokenIds
     desirable: TokenIds
     others: TokenIds
+    one_prompt: bool
 
     @property
     def fill(self) -> Mapping[str, int]:
@@ -165,7 +167,7 @@ def divide_unpaired(
 
     def side(mask: npt.NDArray[np.bool_]) -> Unpaired:
         first, inputs, border = (values[fits][mask].ravel() for values in (starts, room, borders))
-        others = with_other_prompts(cache, first, border, step)
+        others, one_prompt = with_other_prompts(cache, first, border, step)
         if spec.packing:
             # A row has room for its records, and for their mismatched ones.
             mismatched = border + (inputs - border)[others]
@@ -175,14 +177,18 @@ def divide_unpaired(
         trained, label, shortened = (values[fits][mask].ravel() for values in (firsts, desirable, cut))
         return Unpaired(
             cache, encoder, first, first + inputs + 1, shortened, order, offsets, length, spec.packing, trained,
-            border, label, others,
+            border, label, others, one_prompt,
         )  # fmt: skip
 
     return side(~is_held_out), side(is_held_out), left_out
 
 
-def with_other_prompts(cache: TokenCache, starts: TokenIds, borders: TokenIds, known: int) -> TokenIds:
+def with_other_prompts(
+    cache: TokenCache, starts: TokenIds, borders: TokenIds, known: int
+) -> tuple[TokenIds, bool]:
     """Of each record, one with the next prompt; several of a prompt take its first, second and so on.
+
+    And whether there is one prompt only; then they have it, too.
 
     Args:
         borders: number of tokens of the prompts.
@@ -197,14 +203,17 @@ def with_other_prompts(cache: TokenCache, starts: TokenIds, borders: TokenIds, k
     same_length = begins[known:] & (borders[known:] == borders[:-known])
     for record in (np.flatnonzero(same_length) + known).tolist():
         begins[record] = not np.array_equal(prompt(record - known), prompt(record))
-    cache.release()
     firsts = np.flatnonzero(begins)
     if len(firsts) < 2:
-        return (records + known) % max(1, count)
+        cache.release()
+        return (records + known) % max(1, count), count > 0
+    around = np.array_equal(prompt(firsts[0]), prompt(firsts[-1]))
+    cache.release()
     own = np.cumsum(begins) - 1
     sizes, following = np.diff(firsts, append=count), (own + 1) % len(firsts)
+    following[own == len(firsts) - 1] = int(around)
     others: TokenIds = firsts[following] + (records - firsts[own]) % sizes[following]
-    return others
+    return others, False
 
 
 def _sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: DataSpec) -> list[str]:
@@ -223,6 +232,11 @@ def _sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: Dat
     if len(kinds := set(train.desirable.tolist())) == 1:
         kind, other = ("desirable", "less") if kinds == {1} else ("undesirable", "more")
         said.append(f"all records of this source are {kind}: nothing in it is made {other} likely")
+    if train.one_prompt:
+        said.append(
+            "all records have one prompt: no answer is mismatched, so the objective's estimate of the KL divergence is"
+            " of trained answers"
+        )
     if not spec.packing and filled < MOSTLY_PADDING:
         said.append(
             f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"

@@ -213,6 +213,23 @@ def test_batches_have_the_shapes_of_the_contract(
     assert set(batch["labels"][-1].tolist()) == set(batch["kl_labels"][-1].tolist()) == {-100}
 
 
+def test_without_a_second_prompt_nothing_is_mismatched_and_that_is_said(
+    tmp_path: Path, unpaired: Kinds
+) -> None:
+    for prompts, one in (("aaa", True), ("a", True), ("aab", False)):
+        records = [{"prompt": p, "completion": "yes" * n, "label": n > 1} for n, p in enumerate(prompts, 1)]
+        splits = unpaired(jsonl(tmp_path / f"{prompts}.jsonl", *records), held_out=0.0)
+        assert sum("no answer is mismatched" in line for line in splits.sentences()) == one
+    pairs = jsonl(tmp_path / "pairs.jsonl", *[{"prompt": "a", "chosen": "b", "rejected": c} for c in "cd"])
+    assert "no answer is mismatched" in " ".join(unpaired(pairs, held_out=0.0).sentences())
+
+
+def test_the_last_prompt_takes_the_first_that_is_another(tmp_path: Path, unpaired: Kinds) -> None:
+    records = [{"prompt": p, "completion": f"{n}", "label": True} for n, p in enumerate("abba")]
+    train = unpaired(jsonl(tmp_path / "around.jsonl", *records), held_out=0.0).train
+    assert train.others.tolist() == [1, 3, 3, 1]
+
+
 def test_records_that_are_all_desirable_or_all_not_are_said(tmp_path: Path, unpaired: Kinds) -> None:
     for label, said in (
         (True, "are desirable: nothing in it is made less"),
