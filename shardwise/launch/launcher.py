@@ -27,7 +27,7 @@ from shardwise.core import heartbeat
 from shardwise.core.errors import ResourceError
 from shardwise.core.heartbeat import Heartbeat
 from shardwise.launch import preload
-from shardwise.launch.log_lines import LogLines
+from shardwise.launch.log_lines import SHOW_CURSOR, CursorState, LogLines
 from shardwise.launch.placement import LAUNCHER, LOOPBACK_INTERFACE, STORE_SOCKET
 from shardwise.launch.preload import WORKER
 from shardwise.launch.ranks import Command, Process, Rank, dying_with_parent
@@ -230,16 +230,20 @@ def _start_rank(
 def _pass_through(descriptor: int, log: Path) -> None:
     """Copy rank 0's output to standard output, and as plain lines to its log.
 
-    It reads on when neither can be written any more, because a rank whose pipe is full waits for ever.
+    It reads on when neither can be written any more, because a rank whose pipe is full waits for ever. A rank that was
+    killed while it showed progress has hidden the terminal's cursor, which is shown again, on a line of its own.
     """
-    lines = LogLines()
+    lines, cursor = LogLines(), CursorState()
     with log.open("ab", buffering=0) as file, os.fdopen(descriptor):
         shown = logged = True
         while block := os.read(descriptor, 1 << 16):
             shown = shown and _write_block(1, block)
+            cursor.take(block)
             logged = logged and _write_block(file.fileno(), lines.take(block))
         if logged:
             _write_block(file.fileno(), lines.rest())
+        if shown and cursor.hidden:
+            _write_block(1, SHOW_CURSOR + b"\n")
 
 
 def _write_block(descriptor: int, block: bytes) -> bool:

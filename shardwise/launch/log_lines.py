@@ -16,6 +16,23 @@ FRAME_SECONDS = 5.0
 _CONTROL_SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
+HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+
+
+class CursorState:
+    """Follows whether a stream of bytes has left the terminal's cursor hidden."""
+
+    def __init__(self) -> None:
+        self.hidden, self._end = False, b""
+
+    def take(self, block: bytes) -> None:
+        text = self._end + block
+        hide, show = text.rfind(HIDE_CURSOR), text.rfind(SHOW_CURSOR)
+        if hide != show:
+            self.hidden = hide > show
+        self._end = text[1 - len(HIDE_CURSOR) :]
+
+
 class LogLines:
     """Filters a stream of bytes. Output without control sequences or redrawn lines passes unchanged."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from shardwise.core.run_files import StepRecord
-from shardwise.launch.log_lines import FRAME_SECONDS, LogLines
+from shardwise.launch.launcher import _pass_through
+from shardwise.launch.log_lines import FRAME_SECONDS, HIDE_CURSOR, SHOW_CURSOR, CursorState, LogLines
 from shardwise.trainer.progress import Progressing
 
 
@@ -51,3 +55,22 @@ def test_the_bar_of_a_thousand_steps_is_a_few_lines() -> None:
     log = lines.take(file.getvalue().encode()) + lines.rest()
     assert len(file.getvalue()) > 50_000 > 1_000 > len(log)
     assert "step 1000/1000" in log.decode().splitlines()[-1] and b"\x1b" not in log
+
+
+@pytest.mark.parametrize(
+    ("written", "hidden"),
+    [(HIDE_CURSOR + b"bar", True), (HIDE_CURSOR + b"bar" + SHOW_CURSOR, False), (b"plain", False)],
+)
+def test_a_killed_rank_leaves_the_terminal_its_cursor(
+    written: bytes, hidden: bool, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """The pipe of a rank ends with it, whatever it had still to say."""
+    reading, writing = os.pipe()
+    os.write(writing, written)
+    os.close(writing)
+    _pass_through(reading, tmp_path / "rank-0.log")
+    assert capfdbinary.readouterr().out == written + (SHOW_CURSOR + b"\n" if hidden else b"")
+    cursor = CursorState()
+    for byte in written:
+        cursor.take(bytes([byte]))
+    assert cursor.hidden == hidden
