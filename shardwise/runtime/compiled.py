@@ -187,7 +187,7 @@ class CompiledForward:
 
     def _note_change(self, values: list[Any]) -> None:
         pairs = zip(self._attributes, self._values or values, values, strict=True)
-        self._changed = next((name for (_, name), before, value in pairs if before != value), "")
+        self._changed = ", ".join(sorted({name for (_, name), before, value in pairs if before != value}))
         self._values = values
 
     def _known(self, key: Any) -> _Compilation | None:

@@ -238,7 +238,8 @@ def test_a_value_of_every_step_is_told_once_and_its_code_is_not_kept(
             block(x)
         said += compiled.new_warnings()
     assert len(compilations) == 7 and len(said) == 1
-    assert said[0].startswith("Scheduled was compiled 3 times because its power changed")
+    # The count of passes changes here, too, because Python runs the trace.
+    assert said[0].startswith("Scheduled was compiled 3 times because its passes, power changed")
     assert sum(map(len, compiled._compilations.values())) == 4
 
 
