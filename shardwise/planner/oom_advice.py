@@ -25,7 +25,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.verdicts import Estimate
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import SETTINGS, one_line
+from shardwise.technique import SETTINGS, strategy_line
 
 
 def nearest_in_words(
@@ -56,7 +56,7 @@ def nearest_in_words(
                 f"the nearest plan that fits in {format_bytes(budget)}: {keys} ({format_bytes(best.bytes)})"
             )
         least = min([least, *predictions], key=lambda prediction: prediction.bytes)
-    line = one_line(least.strategy, predictor.layout(least.strategy), recipe.batch_size)
+    line = strategy_line(least.strategy, predictor.layout(least.strategy), recipe.batch_size)
     return f"no plan fits in {format_bytes(budget)}; the smallest needs {format_bytes(least.bytes)}: {line}"
 
 

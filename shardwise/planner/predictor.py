@@ -35,7 +35,7 @@ from shardwise.technique import (
     layout_of,
     micro_batches,
     native,
-    one_line,
+    strategy_line,
     stretch,
     without_stages,
 )
@@ -305,7 +305,7 @@ class Predictor:
     def confirm(self, strategy: Strategy) -> Prediction:
         """Predict the worst rank by dry runs of the whole step; recorded with a verdict."""
         if strategy not in self._predictions:
-            line = one_line(strategy, self.layout(strategy), self.recipe.batch_size)
+            line = strategy_line(strategy, self.layout(strategy), self.recipe.batch_size)
             made = f"{len(self.candidates)} strategies predicted"
             self.progress("; ".join([*self.verdicts.best_so_far(), made, f"dry run of {line}"]))
             with self._counting(strategy):
@@ -329,7 +329,7 @@ class Predictor:
                 raise
             raise RecipeError(
                 "a tensor of this model has more bytes than 64 bits count",
-                where=one_line(strategy, self.layout(strategy), self.recipe.batch_size),
+                where=strategy_line(strategy, self.layout(strategy), self.recipe.batch_size),
                 fix="lower the model's dimensions, data.sequence_length or strategy.micro_batch_size",
             ) from error
 

@@ -22,9 +22,9 @@ from shardwise.technique import (
     digits_of,
     emulated,
     micro_batches,
-    one_line,
     refuse_broken,
     refuse_unsupported,
+    strategy_line,
 )
 
 
@@ -70,7 +70,7 @@ def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
     layout, strategy, peak = chosen.layout, chosen.strategy, chosen.peak
     return Plan(
         strategy=strategy,
-        line=one_line(strategy, layout, recipe.batch_size),
+        line=strategy_line(strategy, layout, recipe.batch_size),
         world_size=cluster.world_size,
         cluster=cluster.name,
         device=cluster.device.name,

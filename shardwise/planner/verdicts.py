@@ -17,7 +17,7 @@ from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.predict import Prediction
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import layout_of, one_line
+from shardwise.technique import layout_of, strategy_line
 
 UNKNOWN = "could not be predicted"
 """Verdict on a candidate whose dry run failed."""
@@ -144,5 +144,5 @@ class Verdicts:
         peak_is: PeakIs,
         split: Mapping[str, float],
     ) -> None:
-        line = one_line(strategy, layout_of(strategy, self.cluster.world_size), self.recipe.batch_size)
+        line = strategy_line(strategy, layout_of(strategy, self.cluster.world_size), self.recipe.batch_size)
         self.candidates[strategy] = Candidate(strategy, line, peak, seconds, verdict, reason, peak_is, split)

@@ -248,7 +248,7 @@ def micro_batches(strategy: Strategy, layout: Layout, batch_size: int) -> int:
     return -(-batch_size // (strategy[MICRO_BATCH_SIZE] * layout.data_degree))
 
 
-def one_line(strategy: Strategy, layout: Layout, batch_size: int) -> str:
+def strategy_line(strategy: Strategy, layout: Layout, batch_size: int) -> str:
     """The strategy as people write it: ``bf16 · zero3×8 · mb4×ga2``."""
     labels = [technique.label(strategy, layout) for technique in ORDER]
     labels.append(f"mb{strategy[MICRO_BATCH_SIZE]}×ga{micro_batches(strategy, layout, batch_size)}")

@@ -29,7 +29,7 @@ from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
 from shardwise.technique.zero import REPLICATE, ZERO_STAGE
 
-_MOST = 1024.0
+_NO_LIMIT = 1024.0
 """A limit above every imbalance of real meshes; a rank's room never exceeds the rows that can reach it."""
 # Within the shards of ZeRO: ranks that exchange tokens in every layer are neighbours, in one node if possible.
 EXPERT_AXIS = Axis(
@@ -52,13 +52,13 @@ EXPERT_CAPACITY: Setting[float] = Setting(
     " router; a step that needs more is run again with more room",
     kind=float,
     minimum=1.0,
-    maximum=_MOST,
+    maximum=_NO_LIMIT,
     compared=(1.0, 1.5, 2.0),
     step=0.05,
 )
 
 
-def _divides(case: Case, degree: int) -> bool:
+def _degree_divides(case: Case, degree: int) -> bool:
     """Whether experts can be divided over so many ranks of this mesh."""
     inner, copies = case.ranks(lambda axis: axis.within_layer), case.strategy[REPLICATE]
     if case.strategy[ZERO_STAGE] == 0:
@@ -67,9 +67,9 @@ def _divides(case: Case, degree: int) -> bool:
     return whole and (case.experts or 0) % degree == 0
 
 
-def _nearest(case: Case) -> Mapping[str, object]:
+def _nearest_expert_degree(case: Case) -> Mapping[str, object]:
     degrees = range(min(case.strategy[EXPERT_PARALLEL], case.world_size), 1, -1)
-    return {"expert_parallel": next((degree for degree in degrees if _divides(case, degree)), 1)}
+    return {"expert_parallel": next((degree for degree in degrees if _degree_divides(case, degree)), 1)}
 
 
 def _on(case: Case) -> bool:
@@ -88,9 +88,9 @@ RULES: tuple[Rule, ...] = (
         reason="it must be a multiple of sequence_parallel x tensor_parallel and divide the number of experts, and"
         " the ranks of one stage and replica must be a multiple of it",
         broken=lambda case: (
-            _on(case) and case.experts != 0 and not _divides(case, case.strategy[EXPERT_PARALLEL])
+            _on(case) and case.experts != 0 and not _degree_divides(case, case.strategy[EXPERT_PARALLEL])
         ),
-        nearest=_nearest,
+        nearest=_nearest_expert_degree,
     ),
     Rule(
         key="tensor_sequence_parallel",
@@ -122,7 +122,7 @@ class ExpertParallel(Dividing):
             return ()
         degrees = range(2, (case.devices_per_node or case.world_size) + 1)
         plain = replace(case, strategy=case.strategy.with_values(expert_parallel=1))
-        return (1, *(degree for degree in degrees if _divides(plain, degree)))
+        return (1, *(degree for degree in degrees if _degree_divides(plain, degree)))
 
     def has_effect(self, setting: Setting[Any], case: Case) -> bool:
         return case.experts != 0 if setting is EXPERT_PARALLEL else _on(case)
@@ -153,7 +153,7 @@ class ExpertParallel(Dividing):
         alike = [axis.name for axis in axes if not axis.tokens]  # ranks that have the same tokens
         shares = mesh[alike[0]].get_group() if alike else None
         # No step of a frozen model runs again: it has room for all that a rank can get.
-        room = Room(site.strategy[EXPERT_CAPACITY] if site.trained else _MOST)
+        room = Room(site.strategy[EXPERT_CAPACITY] if site.trained else _NO_LIMIT)
         divided = divide_experts(site.view.model, own, shares, room)
         site.view.own_axes |= dict.fromkeys(divided, tuple(axes))
         if site.trained:

@@ -55,13 +55,13 @@ def _without_fp8(setting: Setting[str]) -> Rule:
 
 RULES: tuple[Rule, ...] = (_without_fp8(FP8_SCALING), _without_fp8(FP8_LAYERS))
 
-ALIGNMENT = 16
+DIM_MULTIPLE = 16
 """What both dims of a weight must be a multiple of (cuBLAS; ``torch._scaled_mm`` refuses others)."""
 
 
 def can_run(rows: int, columns: int) -> bool:
     """Whether an 8-bit product takes a weight [rows, columns] = [width out, width in]."""
-    return rows % ALIGNMENT == 0 and columns % ALIGNMENT == 0
+    return rows % DIM_MULTIPLE == 0 and columns % DIM_MULTIPLE == 0
 
 
 def gains(rows: int, columns: int, scaling: str) -> bool:

@@ -51,17 +51,17 @@ SEQUENCE_METHOD: Setting[str] = Setting(
 )
 
 
-def _pieces(strategy: Strategy) -> int:
+def _sequence_pieces(strategy: Strategy) -> int:
     """Into how many equal pieces a sequence is cut; the ring gives each rank two."""
     return strategy[SEQUENCE_PARALLEL] * (2 if strategy[SEQUENCE_METHOD] == "ring" else 1)
 
 
 def _uneven(case: Case) -> bool:
     divided = case.strategy[SEQUENCE_PARALLEL] > 1
-    return divided and case.recipe.data.sequence_length % _pieces(case.strategy) != 0
+    return divided and case.recipe.data.sequence_length % _sequence_pieces(case.strategy) != 0
 
 
-def _heads(case: Case) -> int:
+def _query_heads(case: Case) -> int:
     """Query heads of each rank that computes whole sequences; 0 where the recipe does not tell."""
     heads = 0 if case.dimensions is None else case.dimensions.heads
     return heads // case.ranks(lambda axis: axis.within_layer and not axis.tokens)
@@ -69,7 +69,8 @@ def _heads(case: Case) -> int:
 
 def _splits_heads(case: Case) -> bool:
     return (
-        case.strategy[SEQUENCE_METHOD] == "ulysses" and _heads(case) % case.strategy[SEQUENCE_PARALLEL] != 0
+        case.strategy[SEQUENCE_METHOD] == "ulysses"
+        and _query_heads(case) % case.strategy[SEQUENCE_PARALLEL] != 0
     )
 
 

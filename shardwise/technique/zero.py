@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
-COPIES = Axis("replicate", position=10, piece="copy", samples=True, tokens=True, copies=True)
-SHARDS = Axis("shard", position=20, piece="shard", samples=True, tokens=True)
+REPLICATE_AXIS = Axis("replicate", position=10, piece="copy", samples=True, tokens=True, copies=True)
+SHARD_AXIS = Axis("shard", position=20, piece="shard", samples=True, tokens=True)
 """Mesh axes, which take the devices that all other techniques leave."""
 
 ZERO_STAGE: Setting[int] = Setting(
@@ -106,7 +106,7 @@ class ZeRO(Dividing):
 
     name = "zero"
     on_frozen = True
-    axes = (COPIES, SHARDS)
+    axes = (REPLICATE_AXIS, SHARD_AXIS)
     part = STATES
     settings = (ZERO_STAGE, REPLICATE)
     rules = RULES
@@ -134,7 +134,7 @@ class ZeRO(Dividing):
         Axes that take more devices than there are, which rules refuse, leave degrees of 1.
         """
         copies = max(1, left) if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
-        return {COPIES.name: copies, SHARDS.name: max(1, left // copies)}
+        return {REPLICATE_AXIS.name: copies, SHARD_AXIS.name: max(1, left // copies)}
 
     def without_stages(self, strategy: Strategy, ranks: int) -> dict[str, object]:
         """Copies of groups of as many shards; a single group shards over all ranks."""
@@ -145,7 +145,7 @@ class ZeRO(Dividing):
         return {REPLICATE.key: REPLICATE.default}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
-        ranks, copies = layout.ranks(lambda axis: axis.tokens), layout.degree(COPIES)
+        ranks, copies = layout.ranks(lambda axis: axis.tokens), layout.degree(REPLICATE_AXIS)
         if strategy[ZERO_STAGE] == 0:
             return f"zero0×{ranks}"
         outer = f"×{copies} copies" if copies > 1 else ""
@@ -321,14 +321,14 @@ def _mesh(site: Site, without: Sequence[Axis] = ()) -> DeviceMesh:
     alike = [
         axis.name
         for axis, degree in layout.axes
-        if axis.tokens and degree > 1 and axis not in (COPIES, SHARDS, *without)
+        if axis.tokens and degree > 1 and axis not in (REPLICATE_AXIS, SHARD_AXIS, *without)
     ]
-    outer, inner, joined = COPIES.name, SHARDS.name, ""
+    outer, inner, joined = REPLICATE_AXIS.name, SHARD_AXIS.name, ""
     if alike:
-        own = COPIES if site.strategy[ZERO_STAGE] == 0 else SHARDS
+        own = REPLICATE_AXIS if site.strategy[ZERO_STAGE] == 0 else SHARD_AXIS
         joined = "+".join((own.name, *alike))
         whole = flattened(mesh[own.name, *alike], joined)
-        outer, inner = (joined, inner) if own is COPIES else (outer, joined)
+        outer, inner = (joined, inner) if own is REPLICATE_AXIS else (outer, joined)
     copied = layout.degree(outer) > 1
     chosen = two_axes(mesh, outer, inner) if copied else whole if inner == joined else mesh[inner]
     if joined:

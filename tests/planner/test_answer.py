@@ -19,7 +19,7 @@ from shardwise.planner.accuracy import spread_of
 from shardwise.planner.answer import answer_of, front
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import SETTINGS, layout_of, one_line, strategy_from
+from shardwise.technique import SETTINGS, layout_of, strategy_from, strategy_line
 from tests.harness.plans import small_plan
 
 SPLIT = {"matrix products": 1.2, "memory-bound": 0.5, "exposed communication": 0.3}
@@ -47,7 +47,7 @@ def candidate(peak_gib: float, seconds: float, verdict: str, **changed: Any) -> 
     """A strategy that differs from the chosen one by ``changed``; ``split`` may be among them."""
     split = changed.pop("split", {})
     values = strategy(**changed)
-    line = one_line(values, layout_of(values, 8), 64)
+    line = strategy_line(values, layout_of(values, 8), 64)
     reasons = {
         "does not fit": "3.00 GiB too much in the backward phase at layers.31.mlp",
         "tight": "+40 % step time, −15.00 GiB; the allocator empties its cache once a step to make room",
@@ -62,7 +62,7 @@ def plan(*candidates: Candidate, seconds: float = 2.0, peak_gib: float = 70) -> 
     whole = replace(
         small_plan(),
         strategy=chosen,
-        line=one_line(chosen, layout_of(chosen, 8), 64),
+        line=strategy_line(chosen, layout_of(chosen, 8), 64),
         world_size=8,
         device="H100-80GB",
         capacity_bytes=80 * GiB,

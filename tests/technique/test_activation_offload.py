@@ -23,7 +23,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.activations import SMALLEST, OffloadedBlocks
 from shardwise.runtime.offload.host import separate_host_memory
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.technique import SETTINGS, layout_of, one_line, strategy_from
+from shardwise.technique import SETTINGS, layout_of, strategy_from, strategy_line
 from tests.harness.pool import Pool
 from tests.harness.ranks import counted_copies
 from tests.harness.tiny_run import equal
@@ -262,6 +262,6 @@ def test_what_does_nothing_says_so() -> None:
 
 def test_the_strategy_in_one_line() -> None:
     strategy = strategy_from({"offload": "activations", "activation_checkpointing": "full"})
-    assert one_line(strategy, layout_of(strategy, 1), 4).startswith(
+    assert strategy_line(strategy, layout_of(strategy, 1), 4).startswith(
         "full checkpointing · activations offloaded · "
     )

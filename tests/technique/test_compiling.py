@@ -20,7 +20,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.runtime import compiled, torch_private, torch_private_compiler
 from shardwise.runtime.torch_private_fake import StaticFakeMode
-from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
+from shardwise.technique import SETTINGS, broken_rules, layout_of, strategy_from, strategy_line
 from shardwise.technique.compiling import COMPILE
 from tests.harness.tiers import quick
 
@@ -369,7 +369,7 @@ def test_a_block_that_recomputes_everything_drops_the_same_values_again() -> Non
 
 def test_a_compiled_block_is_one_word_of_the_strategy() -> None:
     strategy = strategy_from({"compile": "block"})
-    assert "compiled" in one_line(strategy, layout_of(strategy, 1), 1)
+    assert "compiled" in strategy_line(strategy, layout_of(strategy, 1), 1)
 
 
 @pytest.mark.parametrize(("written", "meant"), [(True, "block"), (False, "none"), ("block", "block")])

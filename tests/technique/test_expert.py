@@ -23,7 +23,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.planner.space import Space
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
+from shardwise.technique import SETTINGS, broken_rules, layout_of, strategy_from, strategy_line
 from tests.harness.corpora import EVEN, WORDS
 from tests.harness.families import save_tiny
 from tests.harness.parity import Parity, Trial
@@ -364,7 +364,7 @@ def test_the_degree_counts_all_ranks_that_divide_experts() -> None:
         "expert": 2,
         "shard": 2,
     }
-    assert one_line(strategy, layout, 8) == "ep4 · tp2 · fp32 · zero1×4 · mb1×ga2"
+    assert strategy_line(strategy, layout, 8) == "ep4 · tp2 · fp32 · zero1×4 · mb1×ga2"
 
 
 def test_latent_attention_has_no_shares_of_the_sequence() -> None:

@@ -24,7 +24,7 @@ from shardwise.plugins.explorer.controls import Workload, Workloads
 from shardwise.plugins.explorer.grid import PointGroup
 from shardwise.recipe.load import dump_recipe
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import broken_rules, layout_of, one_line, refuse_unsupported
+from shardwise.technique import broken_rules, layout_of, refuse_unsupported, strategy_line
 
 REFUSED = "refused"
 """Verdict on a point that cannot run: it breaks a rule."""
@@ -138,7 +138,7 @@ def _point(
         candidate.verdict,
         candidate.reason,
         dump_recipe(recipe),
-        one_line(strategy, layout_of(strategy, cluster.world_size), recipe.batch_size),
+        strategy_line(strategy, layout_of(strategy, cluster.world_size), recipe.batch_size),
         cluster.capacity_bytes,
         predictor.verdicts.reserve_bytes,
         figures,

@@ -78,7 +78,7 @@ def _rewinds(case: Case) -> bool:
     return case.recipe.guard.rewinds > 0 or case.recipe.guard.snapshot_every is not None
 
 
-def _blocks(case: Case) -> int | None:
+def _block_count(case: Case) -> int | None:
     return None if case.dimensions is None else case.dimensions.layers
 
 
@@ -87,12 +87,12 @@ def _tied(case: Case) -> bool:
 
 
 def _too_many_stages(case: Case) -> bool:
-    blocks, ranks = _blocks(case), case.strategy[PIPELINE_PARALLEL]
+    blocks, ranks = _block_count(case), case.strategy[PIPELINE_PARALLEL]
     return blocks is not None and ranks > 1 and ranks * stages_per_rank(case.strategy) > blocks
 
 
 def _fewer_stages(case: Case) -> Mapping[str, object]:
-    strategy, blocks = case.strategy, _blocks(case) or 1
+    strategy, blocks = case.strategy, _block_count(case) or 1
     if strategy[PIPELINE_SCHEDULE] == "interleaved" and strategy[PIPELINE_PARALLEL] <= blocks:
         per_rank = blocks // strategy[PIPELINE_PARALLEL]
         return {"pipeline_stages_per_rank": per_rank} if per_rank > 1 else {"pipeline_schedule": "1f1b"}
@@ -230,7 +230,7 @@ class PipelineParallel(Dividing):
     def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
         """Naive and gpipe take longer than 1f1b or hold more; pipedream computes another training."""
         if setting is PIPELINE_PARALLEL:
-            return divisors(case.world_size, _blocks(case) or 1)
+            return divisors(case.world_size, _block_count(case) or 1)
         if setting is not PIPELINE_SCHEDULE or case.strategy[PIPELINE_PARALLEL] == 1:
             return ()
         allowed = [name for name in ("pipedream",) if name in case.recipe.plan.allow]
