@@ -26,7 +26,7 @@ from shardwise.dryrun.ctc import CTC
 from shardwise.dryrun.onednn import KERNELS, with_workspaces
 from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
-from shardwise.runtime.attention.backend import MATH, Order, call_of, usable_backends
+from shardwise.runtime.attention.backend import MATH, BackendOrder, call_of, usable_backends
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
 from shardwise.runtime.parallel.attention_kernels import kernels_as
@@ -55,7 +55,7 @@ class TargetKernels:
         caches: whether the allocator keeps freed memory in segments (dryrun/allocator.py).
     """
 
-    kernels: Callable[[int, Order], AbstractContextManager[Any]]
+    kernels: Callable[[int, BackendOrder], AbstractContextManager[Any]]
     workspace: Callable[[str, int], int]
     kept: Callable[[str, Any, Any], int]
     is_host: bool = False
@@ -164,7 +164,7 @@ torch.library.register_fake("shardwise::rms_norm_backward", _rms_norm_backward, 
 
 
 @contextmanager
-def cuda_kernels(processes: int, attention: Order, device_type: str = "cuda") -> Iterator[None]:
+def cuda_kernels(processes: int, attention: BackendOrder, device_type: str = "cuda") -> Iterator[None]:
     """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout; ROCm's have the same names."""
     kernels: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": partial(_cuda_attention, attention),
@@ -176,7 +176,7 @@ def cuda_kernels(processes: int, attention: Order, device_type: str = "cuda") ->
 
 
 @contextmanager
-def mps_kernels(processes: int, attention: Order) -> Iterator[None]:
+def mps_kernels(processes: int, attention: BackendOrder) -> Iterator[None]:
     """Make the dispatcher call MPS's kernels: attention in parts, for which autograd saves the scores."""
     with _substituted({"scaled_dot_product_attention": _attention_in_parts}, "mps", EMULATED):
         yield
@@ -226,7 +226,7 @@ def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _cuda_attention(
-    order: Order,
+    order: BackendOrder,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -288,7 +288,7 @@ class _Parts(DispatchMode):
         return (made_of or func)(*args, **(kwargs or {}))
 
 
-def _cpu_kernels(processes: int, attention: Order) -> _Parts:
+def _cpu_kernels(processes: int, attention: BackendOrder) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
     return _Parts({**DECOMPOSITIONS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
 

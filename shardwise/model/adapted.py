@@ -50,7 +50,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _shortened(chosen: list[str], paths: list[str], parts: int) -> Collection[str]:
+def _shortened_paths(chosen: list[str], paths: list[str], parts: int) -> Collection[str]:
     """The last parts of the chosen paths, if they match no others; else the paths."""
     last = {".".join(path.split(".")[-parts:]) for path in chosen}
     return (
@@ -136,15 +136,17 @@ class AdaptedModel(Blueprint):
         renamed = {path for path in adapted if stacks and is_rewritten(path, self.spec)}
         layers = [path for path in adapted if path not in stacks and path not in renamed]
         parameters = {
-            *_shortened([path for path in adapted if path in stacks], stacks, 2),
-            *_shortened([f"{p}.weight" for p in linear if p in renamed], [f"{p}.weight" for p in linear], 3),
+            *_shortened_paths([path for path in adapted if path in stacks], stacks, 2),
+            *_shortened_paths(
+                [f"{p}.weight" for p in linear if p in renamed], [f"{p}.weight" for p in linear], 3
+            ),
         }
         transposed = any(layer.transposed for layer in model.modules() if isinstance(layer, LoraLinear))
         task = self.base.peft_task or TASKS.get(self.objective or "")
         written = tuple(name for name in self.spec.modules_to_save if name not in self.private_layers)
         spec = self.spec.model_copy(update={"modules_to_save": written})
         config = adapter_config(
-            spec, _shortened(layers, linear, 1), parameters, transposed, self.origin, task
+            spec, _shortened_paths(layers, linear, 1), parameters, transposed, self.origin, task
         )
         return with_patterns(config, renamed)
 

@@ -33,11 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.recipe.dimensions import Dimensions
-from shardwise.runtime.grouped_products import grouped_linear, has_grouped_products, plan_grouped_products
+from shardwise.runtime.grouped_products import grouped_product, has_grouped_products, plan_grouped_products
 from shardwise.runtime.parallel.vocabulary import IGNORED
 from shardwise.runtime.routed_rows import rows_of, sums_of
 
-_noted: ContextVar[list[tuple[Router, Tensor]] | None] = ContextVar("router_logits", default=None)
+_noted_logits: ContextVar[list[tuple[Router, Tensor]] | None] = ContextVar("router_logits", default=None)
 
 
 class MixtureOfExperts(nn.Module):
@@ -71,7 +71,7 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         d, logits = self.dimensions, F.linear(tokens, self.weight)
-        noted = _noted.get()
+        noted = _noted_logits.get()
         if noted is not None:
             noted.append((self, logits))
         scores = self._scores(logits)
@@ -135,11 +135,11 @@ def router_logits() -> Iterator[list[tuple[Router, Tensor]]]:
     Blocks that run again for the backward pass do so after it, so their logits are noted once.
     """
     noted: list[tuple[Router, Tensor]] = []
-    token = _noted.set(noted)
+    token = _noted_logits.set(noted)
     try:
         yield noted
     finally:
-        _noted.reset(token)
+        _noted_logits.reset(token)
 
 
 def filled_tokens(labels: Tensor) -> Tensor:
@@ -183,10 +183,10 @@ class Experts(nn.Module):
         if self._is_expert_parallel:
             row = row.masked_fill(index >= self.num_experts, order.shape[0])
         source = order // index.shape[1]
-        gate_up = grouped_linear(rows_of(tokens, source, row), self.gate_up_proj, ends)
+        gate_up = grouped_product(rows_of(tokens, source, row), self.gate_up_proj, ends)
         weights = rows_of(weight.reshape(-1, 1), order, row.view(-1, 1))
         gate, up = gate_up.chunk(2, dim=-1)
-        out = grouped_linear(self.act_fn(gate) * up * weights, self.down_proj, ends)
+        out = grouped_product(self.act_fn(gate) * up * weights, self.down_proj, ends)
         return sums_of(out, source, row)
 
     def _by_all(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:

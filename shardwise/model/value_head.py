@@ -30,18 +30,18 @@ from shardwise.runtime.parallel.tensor import Split, TensorPlan
 VALUE_HEAD = "v_head"
 """The layer's name, in TRL too."""
 
-_noted: ContextVar[list[Tensor] | None] = ContextVar("token_values", default=None)
+_noted_values: ContextVar[list[Tensor] | None] = ContextVar("token_values", default=None)
 
 
 @contextmanager
 def token_values() -> Iterator[list[Tensor]]:
     """The values of the forward passes within the block, each [b, s] in fp32 (fp64 in fp64)."""
     noted: list[Tensor] = []
-    token = _noted.set(noted)
+    token = _noted_values.set(noted)
     try:
         yield noted
     finally:
-        _noted.reset(token)
+        _noted_values.reset(token)
 
 
 def log_probabilities_and_values(
@@ -64,11 +64,11 @@ class _ReadsToo:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         numbers = self.layer(args[0])
-        if (noted := _noted.get()) is not None:
+        if (noted := _noted_values.get()) is not None:
             noted.append(at_least_fp32(numbers.squeeze(-1)))
 
 
-def attach(model: nn.Module, output: nn.Linear) -> None:
+def add_value_head(model: nn.Module, output: nn.Linear) -> None:
     """Add the value head to a model with this output layer."""
     layer = nn.Linear(output.in_features, 1)
     model.add_module(VALUE_HEAD, layer)
@@ -116,5 +116,5 @@ class NativeValues(NativeModel):
 
 def _valuing(decoder: Decoder) -> Decoder:
     if decoder.lm_head is not None:  # of the last stage
-        attach(decoder, decoder.lm_head)
+        add_value_head(decoder, decoder.lm_head)
     return decoder

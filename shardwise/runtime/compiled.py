@@ -63,11 +63,11 @@ class _Compilation:
     maker: CompiledForward
 
 
-_PLAIN = (bool, int, float, str)
+_SCHEDULED_TYPES = (bool, int, float, str)
 """Types of attributes that a schedule may change between calls."""
 
 _compilations: OrderedDict[Any, list[_Compilation]] = OrderedDict()
-_seconds = 0.0
+_compile_seconds = 0.0
 _warnings: list[str] = []
 _warned: set[str] = set()
 _tracing = False
@@ -109,7 +109,7 @@ def compiled_as(block: nn.Module) -> object:
 
 def seconds_compiling() -> float:
     """Seconds that this process has spent compiling."""
-    return _seconds
+    return _compile_seconds
 
 
 def new_warnings() -> list[str]:
@@ -199,7 +199,7 @@ class CompiledForward:
         )
 
     def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _CallForm) -> _Compilation:
-        global _seconds
+        global _compile_seconds
         began = time.perf_counter()
         results: list[tuple[TreeSpec, Sequence[Place]]] = []
 
@@ -224,7 +224,7 @@ class CompiledForward:
         if not fake:
             self._count_values()
             gc.collect()  # graphs refer to themselves
-            _seconds += time.perf_counter() - began
+            _compile_seconds += time.perf_counter() - began
         return compilation
 
     def _keep(self, key: Any, compilation: _Compilation) -> None:
@@ -300,7 +300,7 @@ def _plain_attributes(block: nn.Module, named: Collection[str]) -> Iterator[tupl
     for module in block.modules():
         attributes = vars(module)
         names = named if module is block else attributes
-        yield from ((attributes, name) for name in names if type(attributes.get(name)) in _PLAIN)
+        yield from ((attributes, name) for name in names if type(attributes.get(name)) in _SCHEDULED_TYPES)
 
 
 def _local_tensor(value: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from shardwise.runtime.torch_private_attention import (
 
 _MOST_DOCUMENTS = 65_535
 """Documents of a micro-batch: the kernel's grid has one row of blocks for each."""
-_RANKS = "sequence_ranks"
+_RANKS_ATTRIBUTE = "sequence_ranks"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Documents:
     ) -> Any:
         if func is not F.scaled_dot_product_attention:
             return NotImplemented
-        return _attention(*args, **(kwargs or {}))
+        return _document_attention(*args, **(kwargs or {}))
 
 
 def documents_of(
@@ -113,7 +113,7 @@ def _varlen_error(dtype: torch.dtype, head_width: int, device: torch.device) -> 
     slope = torch.randn(expected.shape, generator=generator, device=device).to(dtype)
     with torch.enable_grad():
         documents = Documents(length, offsets=offsets(starts, length))
-        out = _attention(q, k, v, documents, enable_gqa=True)
+        out = _document_attention(q, k, v, documents, enable_gqa=True)
         gradients = torch.autograd.grad(out, heads, slope)
     references = torch.autograd.grad(expected, wide, slope.double())
     pairs = zip((out, *gradients), (expected, *references), strict=True)
@@ -150,15 +150,15 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 def set_sequence_ranks(model: nn.Module, ranks: int) -> None:
     """Record that every rank has 1/``ranks`` of each row."""
-    setattr(model, _RANKS, ranks)
+    setattr(model, _RANKS_ATTRIBUTE, ranks)
 
 
 def whole_length(model: nn.Module, positions: Tensor) -> int:
     """Tokens of a row, given the positions [b, s] of this rank's tokens."""
-    return positions.shape[1] * int(getattr(model, _RANKS, 1))
+    return positions.shape[1] * int(getattr(model, _RANKS_ATTRIBUTE, 1))
 
 
-def _attention(
+def _document_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

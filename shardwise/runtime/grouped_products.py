@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.runtime.compiled import is_traced
 
-ALIGNMENT = 16
+VECTOR_BYTES = 16
 """Bytes: the kernel reads rows in vectors of this size."""
 
 
@@ -30,11 +30,11 @@ def has_grouped_products(weights: Sequence[Tensor]) -> bool:
     """Whether the kernel takes weights of this dtype and of these widths; inductor knows it in bf16 alone."""
     if is_traced() and any(w.dtype != torch.bfloat16 for w in weights):
         return False
-    aligned = all(size * w.element_size() % ALIGNMENT == 0 for w in weights for size in w.shape[1:])
+    aligned = all(size * w.element_size() % VECTOR_BYTES == 0 for w in weights for size in w.shape[1:])
     return aligned and all(w.dtype != torch.float64 for w in weights)
 
 
-def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """[n, o] from rows [n, i], weights [groups, o, i] and int32 ends [groups]."""
     return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
 

@@ -26,14 +26,14 @@ from shardwise.hardware.this_machine import cpu_model
 CHECKS_VERSION = 2
 """Of the comparisons. Answers of earlier ones are not read."""
 
-TOLERANCES = {torch.bfloat16: 2**-3, torch.float16: 2**-5, torch.float32: 2**-8, torch.float64: 1e-9}
+KERNEL_TOLERANCES = {torch.bfloat16: 2**-3, torch.float16: 2**-5, torch.float32: 2**-8, torch.float64: 1e-9}
 """Largest error of a row relative to its norm. 16 roundings in 16 bits; fp32 products may be rounded to TF32."""
 
 _ROUNDED_ZERO = 2**-10
 """Gradients of q and k are 0 where a query sees one key, and have a norm of about √(width / keys) elsewhere."""
 
 _replaced: list[str] = []
-_listeners: list[Callable[[], None]] = []
+_wrong_kernel_listeners: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class KernelCheck:
 def trusted(check: KernelCheck) -> bool:
     """Whether the kernel's error is within the tolerance of its dtype. A kernel that raises is not trusted."""
     path = default_root() / "kernels" / f"{_key(check)}.txt"
-    error = _stored(path)
+    error = _stored_error(path)
     if error is None:
-        error = _measured(check)
+        error = _measured_error(check)
         if error != math.inf:  # the memory may have run out, which says nothing of the kernel
             store(path, repr(error).encode())
-        for listener in _listeners:
+        for listener in _wrong_kernel_listeners:
             listener()
-    if error <= TOLERANCES[check.dtype]:  # False for NaN
+    if error <= KERNEL_TOLERANCES[check.dtype]:  # False for NaN
         return True
     how = "raises" if error == math.inf else f"has an error of {error:.2g}"
     _replaced.append(
@@ -74,7 +74,7 @@ def trusted(check: KernelCheck) -> bool:
 
 def after_each_check(listener: Callable[[], None]) -> None:
     """Call this after every comparison that ran, such as to forget its memory."""
-    _listeners.append(listener)
+    _wrong_kernel_listeners.append(listener)
 
 
 def newly_replaced() -> list[str]:
@@ -84,7 +84,7 @@ def newly_replaced() -> list[str]:
     return sentences
 
 
-def _measured(check: KernelCheck) -> float:
+def _measured_error(check: KernelCheck) -> float:
     def alone() -> float:
         if check.device.type != "cpu":
             torch.get_device_module(check.device).set_device(check.device)
@@ -97,7 +97,7 @@ def _measured(check: KernelCheck) -> float:
         return math.inf
 
 
-def _stored(path: Path) -> float | None:
+def _stored_error(path: Path) -> float | None:
     try:
         return float(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

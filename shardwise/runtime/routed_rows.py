@@ -21,19 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Exchange = Callable[[Tensor], Tensor]
+RowExchange = Callable[[Tensor], Tensor]
 
 _BAG = 64
 """Unused rows that one bag sums: a thread adds the rows of a bag one after the other."""
 
 
-def rows_of(tokens: Tensor, source: Tensor, row: Tensor, exchange: Exchange | None = None) -> Tensor:
+def rows_of(tokens: Tensor, source: Tensor, row: Tensor, exchange: RowExchange | None = None) -> Tensor:
     """The rows [n, d] of tokens [t, d], after ``exchange``."""
     out: Tensor = _TokenRows.apply(tokens, source, row, exchange or _here)
     return out
 
 
-def sums_of(rows: Tensor, source: Tensor, row: Tensor, exchange: Exchange | None = None) -> Tensor:
+def sums_of(rows: Tensor, source: Tensor, row: Tensor, exchange: RowExchange | None = None) -> Tensor:
     """The sums [t, d] of each token's rows [n, d], after ``exchange``."""
     out: Tensor = _RowSums.apply(rows, source, row, exchange or _here)
     return out
@@ -41,7 +41,7 @@ def sums_of(rows: Tensor, source: Tensor, row: Tensor, exchange: Exchange | None
 
 class _TokenRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, source: Tensor, row: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, source: Tensor, row: Tensor, exchange: RowExchange) -> Tensor:
         ctx.save_for_backward(row)
         ctx.exchange = exchange
         return exchange(tokens.index_select(0, source))
@@ -54,7 +54,7 @@ class _TokenRows(torch.autograd.Function):
 
 class _RowSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, row: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, source: Tensor, row: Tensor, exchange: RowExchange) -> Tensor:
         ctx.save_for_backward(source)
         ctx.exchange = exchange
         return _added(exchange(rows), row)

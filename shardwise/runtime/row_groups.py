@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.runtime.grouped_products import ALIGNMENT, has_grouped_products
+from shardwise.runtime.grouped_products import VECTOR_BYTES, grouped_product, has_grouped_products
 from shardwise.runtime.quantized import StackPacking
 from shardwise.runtime.routed_rows import rows_of, sums_of
 
@@ -80,14 +80,14 @@ def grouped_linear(rows: Tensor, stack: Tensor, groups: RowGroups) -> Tensor:
     """Every row [i] times the transposed matrix [o, i] of its expert. ``stack`` is [e, o, i]; [n, o]."""
     rows = rows.to(stack.dtype)
     if _has_kernel(stack) and _has_kernel(rows):
-        return F.grouped_mm(rows, stack.transpose(1, 2), offs=groups.ends)
+        return grouped_product(rows, stack, groups.ends)
     # A sum over one entry is no view, as squeeze would be: callers add to the result in place.
     return torch.bmm(stack[groups.experts], rows.unsqueeze(2)).sum(2)
 
 
 def grouped_low_rank(rows: Tensor, a: Tensor, b: Tensor, scale: float, groups: RowGroups) -> Tensor:
     """scale · B A x for every row x: A [e, r, i], B [e, o, r]. The rank is padded to whole vectors of the kernel."""
-    missing = -a.shape[1] % (ALIGNMENT // a.element_size())
+    missing = -a.shape[1] % (VECTOR_BYTES // a.element_size())
     if missing and a.dtype != torch.float64:
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     return grouped_linear(grouped_linear(rows, a, groups) * scale, b, groups)

@@ -85,21 +85,21 @@ def _tag(graph: fx.Graph, weights: frozenset[int]) -> None:
             if position in weights:
                 of_weights.add(node)
         elif node.op == "call_function":
-            if _draws(node):
+            if _draws_or_seeds(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             elif node.all_input_nodes and of_weights.issuperset(node.all_input_nodes) and _flops(node) == 0:
                 of_weights.add(node)
-                if _is_copy(node):
+                if _is_as_large(node):
                     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _is_copy(node: fx.Node) -> bool:
+def _is_as_large(node: fx.Node) -> bool:
     """Whether a result has at least as many elements as each operand: maxima of weights are small, and are saved."""
-    sizes = [tensor.numel() for tensor in _values(node.all_input_nodes)]
-    return all(out.numel() >= size for out in _values([node]) for size in sizes)
+    sizes = [tensor.numel() for tensor in _tensors_of(node.all_input_nodes)]
+    return all(out.numel() >= size for out in _tensors_of([node]) for size in sizes)
 
 
-def _draws(node: fx.Node) -> bool:
+def _draws_or_seeds(node: fx.Node) -> bool:
     """Whether an operation draws random numbers, or seeds of numbers that are drawn where they are used."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or "inductor_seed" in str(node.target)
@@ -113,8 +113,8 @@ def _flops(node: fx.Node) -> int:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    return _values([node, *node.all_input_nodes])
+    return _tensors_of([node, *node.all_input_nodes])
 
 
-def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
+def _tensors_of(nodes: Sequence[fx.Node]) -> list[Tensor]:
     return [leaf for node in nodes for leaf in tree_iter(node.meta.get("val")) if isinstance(leaf, Tensor)]

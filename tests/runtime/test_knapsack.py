@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.runtime.recompute.knapsack import LABELS, Cost, Item, best
+from shardwise.runtime.recompute.knapsack import MAX_LABELS, Cost, Item, best
 
 
 def random_items(seed: int, count: int = 9) -> tuple[Item, ...]:
@@ -48,7 +48,7 @@ def test_thinned_choices_stay_within_the_limit_and_lose_little() -> None:
     assert all(earlier.spared <= later.spared for earlier, later in pairwise(found))
     for share, choice in enumerate(found):
         limit = whole * share // 50
-        assert limit - 2 * limit / LABELS - 2 <= choice.size <= limit
+        assert limit - 2 * limit / MAX_LABELS - 2 <= choice.size <= limit
 
 
 def test_flops_come_before_bytes_moved() -> None:

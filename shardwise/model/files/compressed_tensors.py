@@ -36,9 +36,9 @@ def quantization_config(
     if scheme.kind == "nf4" or method == "kashin":
         form = "nf4" if scheme.kind == "nf4" else method
         return {"quant_method": OWN_METHOD, "format": form, "bits": scheme.bits, "ignore": [*ignored], **said}
-    groups = {"group_0": _group(scheme, ["Linear"], symmetric)}
+    groups = {"group_0": _config_group(scheme, ["Linear"], symmetric)}
     if experts is not None and (experts != scheme or not symmetric):
-        groups["group_1"] = _group(experts, [EXPERTS], symmetric=True)
+        groups["group_1"] = _config_group(experts, [EXPERTS], symmetric=True)
     return {
         "quant_method": METHOD,
         "format": _format(scheme),
@@ -49,7 +49,7 @@ def quantization_config(
     }
 
 
-def _group(scheme: Scheme, targets: Sequence[str], symmetric: bool) -> dict[str, Any]:
+def _config_group(scheme: Scheme, targets: Sequence[str], symmetric: bool) -> dict[str, Any]:
     """The layers of one scheme."""
     weights = {
         "num_bits": scheme.bits,

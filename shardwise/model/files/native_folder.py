@@ -87,7 +87,7 @@ def _class_of(d: Dimensions) -> str:
     return "Mixtral" if d.family == "llama" else "Qwen3Moe"
 
 
-_PLAIN: dict[str, Any] = {
+_PLAIN_ROUTING: dict[str, Any] = {
     "shared_ffn": 0,
     "router": "softmax",
     "router_groups": 1,
@@ -95,8 +95,8 @@ _PLAIN: dict[str, Any] = {
     "router_bias": False,
 }
 _ONLY: dict[str, dict[str, Any]] = {
-    "Mixtral": {**_PLAIN, "dense_layers": 0, "normalized_weights": True},
-    "Qwen3Moe": _PLAIN,
+    "Mixtral": {**_PLAIN_ROUTING, "dense_layers": 0, "normalized_weights": True},
+    "Qwen3Moe": _PLAIN_ROUTING,
     "DeepseekV3": {"router": "sigmoid", "router_bias": True},
 }
 """Dimensions of mixtures that a class has at one value."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime.quantization.kashin import FACTORS
-from shardwise.runtime.quantization.kashin import PARTS as KASHIN
+from shardwise.runtime.quantization.kashin import STORED_TENSORS as KASHIN
 from shardwise.runtime.quantization.packing import bytes_in, from_words, signed, unpack_bits
 from shardwise.runtime.quantization.stored import weight_of
 from shardwise.runtime.quantization.weights import (

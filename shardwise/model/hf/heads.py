@@ -21,7 +21,7 @@ from shardwise.model.hf.conversion import excuse, match_names
 from shardwise.model.hf.model import HuggingFaceModel
 from shardwise.model.scalar_head import SCORE, fill_score, no_head, score_layer, scoring_plan
 from shardwise.model.stage import Stage
-from shardwise.model.value_head import VALUE_HEAD, attach, fill_zeros, valuing_plan
+from shardwise.model.value_head import VALUE_HEAD, add_value_head, fill_zeros, valuing_plan
 from shardwise.runtime.parallel.tensor import TensorPlan
 
 
@@ -114,7 +114,7 @@ class ValuingModel(_OtherHead):
 
     def build(self, depth: int | None = None) -> nn.Module:
         model: Any = super().build(depth)
-        attach(model, model.get_output_embeddings())
+        add_value_head(model, model.get_output_embeddings())
         excuse(model, VALUE_HEAD)
         return cast("nn.Module", model)
 

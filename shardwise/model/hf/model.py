@@ -264,7 +264,7 @@ class HuggingFaceModel(Blueprint):
         if positions is not None and positions.dim() == 1:
             inputs = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:
-            inputs = {"position_ids": positions, "attention_mask": _mask(model, positions, starts)}
+            inputs = {"position_ids": positions, "attention_mask": _document_mask(model, positions, starts)}
         with no_guessing():
             if not ends(model):
                 return hidden_states(model, {name: input_ids, **inputs})
@@ -368,7 +368,7 @@ def _block_signature(block: nn.Module) -> tuple[str, ...]:
     return (type(block).__name__, *shapes)
 
 
-def _mask(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor:
+def _document_mask(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor:
     """The mask of packed documents: boolean for SDPA, additive for eager attention."""
     seen = same_document(model, positions, starts)
     return seen if cast("Any", model).config._attn_implementation == "sdpa" else additive(seen, torch.float32)

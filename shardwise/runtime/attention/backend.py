@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 MATH = "math"
-Order = tuple[str, ...]
+BackendOrder = tuple[str, ...]
 """Names of backends, the preferred one first."""
 
 SDPA_BACKENDS: Mapping[str, SDPBackend] = {
@@ -127,7 +127,7 @@ cuDNN would take. Flash attention pads head widths that are no multiples of 8.""
 
 
 @lru_cache(maxsize=1024)
-def usable_backends(call: AttentionCall | None, order: Order) -> Order:
+def usable_backends(call: AttentionCall | None, order: BackendOrder) -> BackendOrder:
     """Those of ``order`` that take the call, and math."""
     if call is None:
         return (MATH,)

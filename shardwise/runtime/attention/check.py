@@ -21,7 +21,7 @@ from shardwise.runtime.attention.backend import MATH, SDPA_BACKENDS, AttentionCa
 from shardwise.runtime.kernel_check import KernelCheck, row_error
 from shardwise.runtime.torch_private_attention import attention_by_default
 
-LONGEST = 1024
+MAX_TOKENS = 1024
 """Lengths beyond are checked with this many tokens and their remainder by 128, the largest tile."""
 _ROWS = 256
 """Most queries that are compared: each costs as many scores as there are keys."""
@@ -38,7 +38,7 @@ def only_backends(names: Sequence[str]) -> Iterator[None]:
 
 def check_of(call: AttentionCall, device: torch.device, names: Sequence[str]) -> KernelCheck:
     """The check of the first of ``names``; PyTorch may take a later one where it knows that the first cannot run."""
-    shown = _shortened(call)
+    shown = _shortened_call(call)
     grouping = f"{call.heads // call.kv_heads} queries a key head"
     mask = "dense mask" if call.masked else "causal" if call.causal else "no mask"
     dtype = str(call.dtype).removeprefix("torch.")
@@ -50,11 +50,11 @@ def check_of(call: AttentionCall, device: torch.device, names: Sequence[str]) ->
     )
 
 
-def _shortened(call: AttentionCall) -> AttentionCall:
-    """Two groups of heads, and at most LONGEST tokens with the remainder of the length."""
+def _shortened_call(call: AttentionCall) -> AttentionCall:
+    """Two groups of heads, and at most MAX_TOKENS tokens with the remainder of the length."""
 
     def length(tokens: int) -> int:
-        return tokens if tokens <= LONGEST else LONGEST + tokens % 128
+        return tokens if tokens <= MAX_TOKENS else MAX_TOKENS + tokens % 128
 
     group = max(1, call.heads // call.kv_heads)
     return replace(
@@ -65,12 +65,12 @@ def _shortened(call: AttentionCall) -> AttentionCall:
 def attention_error(call: AttentionCall, device: torch.device, names: Sequence[str]) -> float:
     """The largest error of a row of the output or of a gradient, relative to its norm."""
     generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (tensor.requires_grad_() for tensor in _operands(call, generator))
+    q, k, v = (tensor.requires_grad_() for tensor in _random_qkv(call, generator))
     rows = _compared_rows(call.queries, device)
     slope = torch.zeros(1, call.heads, call.queries, call.value_width, dtype=call.dtype, device=device)
     shape = (*slope.shape[:2], len(rows), call.value_width)
     slope[:, :, rows] = torch.randn(shape, generator=generator, device=device).to(call.dtype)
-    mask = _mask(call, device)
+    mask = _seen_keys(call, device)
     with torch.enable_grad():
         with only_backends((*names, MATH)):
             additive = None if mask is None or not call.masked else _additive(mask, call.dtype)
@@ -97,7 +97,7 @@ def attention_error(call: AttentionCall, device: torch.device, names: Sequence[s
     return max(row_error(*pair) for pair in zip(parts, wanted, strict=True))
 
 
-def _operands(call: AttentionCall, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _random_qkv(call: AttentionCall, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Random q [1, a, s, d], k and v [1, k, t, d], laid out as projections are: [1, s, a, d] in memory.
 
     All keys have one component along a direction, and every fourth query points against it.
@@ -125,7 +125,7 @@ def _compared_rows(queries: int, device: torch.device) -> Tensor:
     return torch.cat((spread, torch.arange(queries - 128, queries, device=device)))
 
 
-def _mask(call: AttentionCall, device: torch.device) -> Tensor | None:
+def _seen_keys(call: AttentionCall, device: torch.device) -> Tensor | None:
     """Which key a query sees, [s, t]; None for all.
 
     PyTorch's causal mask begins at the first key, whatever the lengths. A dense one shows every query some key: more

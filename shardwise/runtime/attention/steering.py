@@ -10,36 +10,36 @@ import torch
 from torch import Tensor
 
 from shardwise.hardware.kinds import HOST, kind_of
-from shardwise.runtime.attention.backend import MATH, AttentionCall, Order, call_of, usable_backends
+from shardwise.runtime.attention.backend import MATH, AttentionCall, BackendOrder, call_of, usable_backends
 from shardwise.runtime.attention.check import check_of, only_backends
 from shardwise.runtime.kernel_check import trusted
 from shardwise.runtime.torch_private_attention import attention_by_default
 from shardwise.runtime.torch_private_kernels import override_kernel
 
-_PACKAGES: Mapping[str, str] = {"flash3": "FA3", "flash4": "FA4"}
+_FLASH_PACKAGES: Mapping[str, str] = {"flash3": "FA3", "flash4": "FA4"}
 """Backends that replace the kernels of PyTorch's flash attention, by PyTorch's names for them."""
 
-_orders: dict[str, Order] = {}
+_orders: dict[str, BackendOrder] = {}
 """By the type of a device of this process."""
 _wrong: set[tuple[str, torch.dtype]] = set()
 """Backends that were wrong for some shape, with the dtype. Calls without gradients, as in evaluation, avoid them."""
 
 
-def prefer_backends(device: torch.device, order: Order) -> None:
+def prefer_backends(device: torch.device, order: BackendOrder) -> None:
     """Let every later call on such a device, of any module, run the first backend of ``order`` that takes it.
 
     A package of FlashAttention that cannot be imported is left out.
     """
     if device.type not in _orders:
-        override_kernel("scaled_dot_product_attention", _attention, f"Autograd{device.type.upper()}")
-    _orders[device.type] = tuple(name for name in order if name not in _PACKAGES or _activated(name))
+        override_kernel("scaled_dot_product_attention", _steered_attention, f"Autograd{device.type.upper()}")
+    _orders[device.type] = tuple(name for name in order if name not in _FLASH_PACKAGES or _activated(name))
 
 
 def _activated(name: str) -> bool:
     try:
         from torch.nn.attention import activate_flash_attention_impl
 
-        activate_flash_attention_impl(_PACKAGES[name])
+        activate_flash_attention_impl(_FLASH_PACKAGES[name])
     except (ImportError, RuntimeError, ValueError):
         return False
     return True
@@ -51,7 +51,7 @@ def with_package(name: str) -> Iterator[bool]:
 
     Yields whether the backend can be called.
     """
-    if name not in _PACKAGES:
+    if name not in _FLASH_PACKAGES:
         yield True
         return
     if not _activated(name):
@@ -63,7 +63,7 @@ def with_package(name: str) -> Iterator[bool]:
     restore_flash_attention_impl()
 
 
-def _attention(
+def _steered_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -88,7 +88,7 @@ def _attention(
 
 
 @cache
-def _trusted_backends(call: AttentionCall, device: torch.device, order: Order) -> Order:
+def _trusted_backends(call: AttentionCall, device: torch.device, order: BackendOrder) -> BackendOrder:
     """The usable backends from the first that computes what fp64 does."""
     names = usable_backends(call, order)
     while names[0] != MATH and not trusted(check_of(call, device, names)):

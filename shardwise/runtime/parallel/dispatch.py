@@ -210,7 +210,7 @@ class Dispatch:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         require_arguments(module, args, "expert_parallel")
         self._tokens = args[0].shape[0]
-        x, index, weight = args if self.shares is None else (share(x, self.shares) for x in args)
+        x, index, weight = args if self.shares is None else (local_share(x, self.shares) for x in args)
         (tokens, chosen), ranks = index.shape, self.ranks.size
         capacity, room = self.room.sizes(tokens, chosen, ranks, self.experts)
         token, row, most = routes(index, ranks, self.experts, capacity)
@@ -244,10 +244,10 @@ class Dispatch:
         assert way is not None
         source, pair, token, row = way
         out = sums_of(sums_of(result, source, pair), token, row, self._exchange)
-        return out if self.shares is None else whole(out, self.shares, self._tokens)
+        return out if self.shares is None else gathered_tokens(out, self.shares, self._tokens)
 
 
-def share(x: Tensor, ranks: TPGroup) -> Tensor:
+def local_share(x: Tensor, ranks: TPGroup) -> Tensor:
     """This rank's share [ceil(t / ranks), ...] of tokens [t, ...] that all ranks have; its gradient is gathered.
 
     Zeros complete the last share: tokens whose results have the weight 0.
@@ -260,7 +260,7 @@ def share(x: Tensor, ranks: TPGroup) -> Tensor:
     return exchanged(x, lambda whole: whole[start:stop], ranks.all_gather)
 
 
-def whole(part: Tensor, ranks: TPGroup, tokens: int) -> Tensor:
+def gathered_tokens(part: Tensor, ranks: TPGroup, tokens: int) -> Tensor:
     """All tokens [t, h], of the shares of the ranks; the gradient is this rank's share."""
     start, stop = ranks.span(part.shape[0] * ranks.size)
     out = exchanged(part, ranks.all_gather, lambda x: x[start:stop].contiguous())

@@ -26,7 +26,7 @@ U, V, FACTORS = "weight_u", "weight_v", "weight_factors"
 """Names of the stored tensors; with ``_peaks`` those of the peaks."""
 ONE_SIDED = ((0, 0), (-1, 0), (0, 1), (-1, 0))
 """Kind and seed of Q right and left, R right and left, as they are stored; -1 is no factor."""
-PARTS = (U, f"{U}_peaks", V, f"{V}_peaks", FACTORS)
+STORED_TENSORS = (U, f"{U}_peaks", V, f"{V}_peaks", FACTORS)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Every operation whose result is not kept runs again, so each item spares its own cost, whatever else is kept. Items are
 taken one by one; of the choices so far only those are carried along that spare more than every smaller one. Where
-these are more than ``LABELS`` they are thinned out to about as many, evenly in bytes, which may cost the best choice
+these are more than ``MAX_LABELS`` they are thinned out to about as many, evenly in bytes, which may cost the best choice
 by a five-hundredth of the limit.
 
 Cost is FLOPs first and bytes moved second. Seconds would need a device's ratio of FLOPs to bandwidth, and the plan,
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-LABELS = 512
+MAX_LABELS = 512
 
 Cost = tuple[int, int]
 """FLOPs, then bytes moved."""
@@ -43,7 +43,7 @@ def best(items: tuple[Item, ...], limit: int) -> Choice:
     choices = [Choice(0, (0, 0), frozenset())]
     for number, item in enumerate(items):
         more = [_choice_with(choice, number, item) for choice in choices if choice.size + item.size <= limit]
-        choices = _undominated([*choices, *more], max(1, limit // LABELS))
+        choices = _undominated([*choices, *more], max(1, limit // MAX_LABELS))
     return choices[-1]
 
 
@@ -59,7 +59,7 @@ def _undominated(choices: list[Choice], spacing: int) -> list[Choice]:
     for choice in choices:
         if not frontier or choice.spared > frontier[-1].spared:
             frontier.append(choice)
-    if len(frontier) <= LABELS:
+    if len(frontier) <= MAX_LABELS:
         return frontier
     thin = {
         choice.size // spacing: choice for choice in frontier[1:]

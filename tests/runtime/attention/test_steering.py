@@ -17,7 +17,7 @@ from shardwise.runtime.attention import steering
 from shardwise.runtime.attention.backend import AttentionCall
 from shardwise.runtime.attention.check import attention_error
 from shardwise.runtime.flops import FlopCounter
-from shardwise.runtime.kernel_check import TOLERANCES, newly_replaced
+from shardwise.runtime.kernel_check import KERNEL_TOLERANCES, newly_replaced
 
 CPU = torch.device("cpu")
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -82,7 +82,7 @@ def trained(length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 @pytest.mark.parametrize("length", [192, 200, 256])
 def test_kernels_that_are_right_are_trusted(dtype: torch.dtype, length: int) -> None:
     for names in (("fused",), ("math",)):
-        assert attention_error(call(dtype, length), CPU, names) < TOLERANCES[dtype] / 2
+        assert attention_error(call(dtype, length), CPU, names) < KERNEL_TOLERANCES[dtype] / 2
     trained(length, dtype)
     assert not newly_replaced()
 
@@ -105,7 +105,7 @@ def test_kernels_are_trusted_with_other_numbers_of_keys_than_queries(
 ) -> None:
     other = AttentionCall(dtype, *(4, 2, queries, keys, 8, 8), masked=masked, causal=causal, dropout=False)
     for names in (("fused",), ("math",)):
-        assert attention_error(other, CPU, names) < TOLERANCES[dtype] / 2
+        assert attention_error(other, CPU, names) < KERNEL_TOLERANCES[dtype] / 2
 
 
 @pytest.mark.parametrize(
