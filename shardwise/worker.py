@@ -68,7 +68,7 @@ def run_rank(
     with join(device) as world:
         code = 0 if prepare is None else _prepared_on_rank_0(prepare, world)
         if code == 0:
-            _run(verb, folder, world, exact_memory)
+            _run_verb(verb, folder, world, exact_memory)
     if code != 0:
         raise PlanFailed(code)
 
@@ -84,7 +84,7 @@ def _run_references(folder: Path) -> None:
         run_reference(recipe, strategy, folder)
 
 
-def _run(verb: str, folder: Path, world: World, exact_memory: bool) -> None:
+def _run_verb(verb: str, folder: Path, world: World, exact_memory: bool) -> None:
     recipe, plan = read_job(folder)
     _require(world, plan)
     if verb == "train":

@@ -93,10 +93,10 @@ def _is_same(before: Any, now: Any, key: str = "") -> bool:
     module = without_folder(before)
     if module == without_folder(now) and re.fullmatch(PATTERN, module or ""):
         return True
-    return is_gone(before) or _is_copy(Path(before), Path(now))
+    return is_gone(before) or _same_content(Path(before), Path(now))
 
 
-def _is_copy(before: Path, now: Path) -> bool:
+def _same_content(before: Path, now: Path) -> bool:
     """Whether two paths have the same content."""
     if not before.is_absolute() or not before.exists() or not now.exists():
         return False

@@ -253,7 +253,7 @@ class ShardReader(StorageReader):
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({name: _stored(entry) for name, entry in self.manifest.tensors.items()})
+        return Metadata({name: _dcp_metadata(entry) for name, entry in self.manifest.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         pass
@@ -288,7 +288,7 @@ class ShardReader(StorageReader):
         return done
 
 
-def _stored(entry: TensorEntry) -> TensorStorageMetadata:
+def _dcp_metadata(entry: TensorEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         TensorProperties(dtype=DTYPES_BY_NAME[entry.dtype]),
         torch.Size(entry.shape),

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from shardwise.data.dataset import Dataset, Sample
 
-Values = Mapping[int, npt.NDArray[np.float64]]
+UnitValues = Mapping[int, npt.NDArray[np.float64]]
 """By sample number: the values [units, ...] of its units."""
 
 
@@ -20,7 +20,7 @@ class AddedValues(Dataset):
         values: of each array, by its name. Samples that are asked for must have them.
     """
 
-    def __init__(self, dataset: Dataset, values: Mapping[str, Values]) -> None:
+    def __init__(self, dataset: Dataset, values: Mapping[str, UnitValues]) -> None:
         self._dataset, self._values = dataset, values
         self.endless = dataset.endless
 

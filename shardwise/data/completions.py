@@ -68,7 +68,7 @@ def open_completions(opened: OpenedSource) -> Splits[Completions]:
         )
         raise no_room(spec, "completion", len(whole), whole)
     parts = [cache.header.digest, spec.sequence_length, spec.held_out, "packed" if spec.packing else "padded"]
-    return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, spec))
+    return Splits(train, held_out, json_hash(parts), lambda: _record_sentences(train, held_out, spec))
 
 
 def no_room(spec: DataSpec, what: str, count: int, needed: npt.NDArray[np.int64]) -> DataError:
@@ -132,7 +132,7 @@ def held_out_records(hashes: npt.NDArray[np.uint64], fraction: float) -> npt.NDA
     return np.arange(count) >= count - wanted
 
 
-def _sentences(train: Completions, held_out: Completions, spec: DataSpec) -> list[str]:
+def _record_sentences(train: Completions, held_out: Completions, spec: DataSpec) -> list[str]:
     """Description of the records."""
     header, encoder = train.cache.header, train.encoder
     how = "detected" if spec.format == "auto" else "as data.format says"

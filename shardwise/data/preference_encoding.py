@@ -115,7 +115,9 @@ def _aligned(chosen: Encoded, rejected: Encoded, pair: Preference, where: str) -
         )
     if _answer_alike(pair):
         first = min(first, shared)
-        chosen, rejected = (replace(side, trained=_from(side.trained, first)) for side in (chosen, rejected))
+        chosen, rejected = (
+            replace(side, trained=_mask_from(side.trained, first)) for side in (chosen, rejected)
+        )
     value = pair.margin or 0.0
     return replace(chosen, shared=shared, value=value), replace(rejected, shared=shared, value=value)
 
@@ -127,7 +129,7 @@ def _answer_alike(pair: Preference) -> bool:
     return len({trained.index(True) for trained in answers}) <= 1
 
 
-def _from(trained: list[bool], first: int) -> list[bool]:
+def _mask_from(trained: list[bool], first: int) -> list[bool]:
     """A trained mask that begins at a token at the latest."""
     own = trained.index(True)
     return trained[:first] + [True] * (own - first) + trained[own:]

@@ -88,7 +88,7 @@ def preference_of(record: Record, template: bool) -> Preference:
         template: whether the tokenizer has a chat template.
     """
     require_fields(record, "preference")
-    if not _turns_before(record.fields) and all(_answers(record, key) for key in SIDES):
+    if not _turns_before(record.fields) and all(_begins_with_answer(record, key) for key in SIDES):
         record = with_turns(record, template)
     fields, where = record.fields, record.where
     read = TEXT_KEYS["preference"]
@@ -100,7 +100,7 @@ def preference_of(record: Record, template: bool) -> Preference:
                 replace(alpaca_of(fields, where, key, empty=True), only_last=True) for key in SIDES
             )
         else:
-            chosen, rejected = _texts(fields, where)
+            chosen, rejected = _text_pair(fields, where)
         return Preference(chosen, rejected, read, implicit)
     return Preference(*_chats(record), read)
 
@@ -164,7 +164,7 @@ def margin_of(fields: Mapping[str, object], where: str) -> float | None:
 # -- texts
 
 
-def _texts(fields: Mapping[str, object], where: str) -> tuple[Completed, Completed]:
+def _text_pair(fields: Mapping[str, object], where: str) -> tuple[Completed, Completed]:
     chosen, rejected = (text_in(fields[key], key, where) for key in SIDES)
     if fields.get("prompt") is None:
         at = _border(chosen, rejected)
@@ -240,7 +240,7 @@ def _chats(record: Record) -> tuple[Chat, Chat]:
     return chosen, rejected
 
 
-def _answers(record: Record, key: str) -> bool:
+def _begins_with_answer(record: Record, key: str) -> bool:
     """Whether a completion begins with the answer."""
     return _answer(record.fields, key, record.where)[0].role == "assistant"
 

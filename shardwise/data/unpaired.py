@@ -143,7 +143,9 @@ def open_unpaired(opened: OpenedSource) -> Splits[Unpaired]:
         spec.packing,
         spec.too_long,
     ]
-    return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, left_out, spec))
+    return Splits(
+        train, held_out, json_hash(parts), lambda: _label_sentences(train, held_out, left_out, spec)
+    )
 
 
 def divide_unpaired(
@@ -216,7 +218,7 @@ def with_other_prompts(
     return others, False
 
 
-def _sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: DataSpec) -> list[str]:
+def _label_sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: DataSpec) -> list[str]:
     header, sides = train.cache.header, (train, held_out)
     targets = sum(side.targets for side in sides)
     filled = targets / max(1, spec.sequence_length * sum(len(side) for side in sides))

@@ -26,7 +26,7 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
         if allocation.born > since
         and allocation.micro_batch == 0
         and not allocation.on_host
-        and (owner := _owner(allocation.where, owners)) is not None
+        and (owner := _block_of(allocation.where, owners)) is not None
     ]
     if not own:
         return None
@@ -40,7 +40,7 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
     )
 
 
-def _owner(module: str, owners: dict[str, int]) -> int | None:
+def _block_of(module: str, owners: dict[str, int]) -> int | None:
     """The block that a module is in."""
     while module:
         if module in owners:

@@ -22,7 +22,7 @@ from shardwise.runtime.flops import FlopCounter
 from shardwise.runtime.torch_private import cast_floats
 from shardwise.runtime.torch_private_fake import StaticFakeMode
 
-_ATTENTION = ("flash", "efficient")
+_FUSED = ("flash", "efficient")
 """Every fused backend counts the same FLOPs."""
 
 
@@ -57,7 +57,7 @@ def _counted_flops(
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
     fake = StaticFakeMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]), fake, counter, TARGET_KERNELS[device_kind].kernels(1, _ATTENTION):
+    with torch.random.fork_rng(devices=[]), fake, counter, TARGET_KERNELS[device_kind].kernels(1, _FUSED):
         blueprints = {model: blueprint, **{frozen[role]: other for role, other in others.items()}}
         for module, owner in blueprints.items():
             module.to_empty(device="cpu")

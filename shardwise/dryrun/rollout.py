@@ -18,11 +18,11 @@ def rehearse_rollout(run: Run, batch: Batch, tracker: Tracker) -> None:
     """Count a rollout, if the objective makes any; ``batch`` is a micro-batch of a step."""
     if isinstance(run.objective, SamplingObjective):
         with phase("rollout"):
-            run.objective.rehearse(run, run.local_batch(batch), partial(_repeated, tracker))
+            run.objective.rehearse(run, run.local_batch(batch), partial(_counted_times, tracker))
 
 
 @contextmanager
-def _repeated(tracker: Tracker, times: float) -> Iterator[None]:
+def _counted_times(tracker: Tracker, times: float) -> Iterator[None]:
     """Costs within the block count so many times, and outside of micro-batches."""
     outer, tracker.tallies = tracker.tallies, {}
     yield

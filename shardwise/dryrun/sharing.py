@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-_runs: ContextVar[dict[tuple[object, ...], Any] | None] = ContextVar("_runs", default=None)
+_shared_results: ContextVar[dict[tuple[object, ...], Any] | None] = ContextVar("_runs", default=None)
 
 
 @contextmanager
@@ -16,13 +16,13 @@ def sharing_dry_runs() -> Iterator[None]:
 
     All calls are for one blueprint, and for one recipe but for its cluster.
     """
-    token = _runs.set({})
+    token = _shared_results.set({})
     try:
         yield
     finally:
-        _runs.reset(token)
+        _shared_results.reset(token)
 
 
 def shared_dry_runs() -> dict[tuple[object, ...], Any] | None:
     """Dry runs of the block, by all that they depend on; None outside of one."""
-    return _runs.get()
+    return _shared_results.get()

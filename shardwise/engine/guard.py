@@ -10,8 +10,8 @@ Medians are used because a spike would raise a mean. Outliers, skipped steps and
 window. A single outlier may be an unusual batch, whose clipped update does no harm; it is logged as ``odd``. Clean runs
 of a small decoder had single norms of 25 times the median, and two consecutive norms of 4 times the median. A spike is
 an outlier that another one follows within PROBATION steps, or a loss that exceeds the threshold EXTREME times. A rewind
-waits until no outlier came for CALM steps, or until the spike is LONGEST steps old, so that one rewind skips all of it.
-With these values benchmarks/guard.py sees no rewind in 20 clean runs of 500 steps.
+waits until no outlier came for CALM steps, or until the spike is LONGEST_SPIKE steps old, so that one rewind skips all
+of it. With these values benchmarks/guard.py sees no rewind in 20 clean runs of 500 steps.
 
 *Skips.* A skipped update loses only its batch. More than ``skips`` consecutive ones end the run, because the fault does
 not go away. In fp16 the dynamic loss scale causes overflows of the scaled gradients. These count only when the scale is
@@ -47,7 +47,7 @@ LEAST_NORM = 8.0
 EXTREME = 2.0
 PROBATION = 2
 CALM = 2
-LONGEST = 16
+LONGEST_SPIKE = 16
 
 _TO_DEVIATION = 1.4826  # of a normal distribution, from its median absolute deviation
 
@@ -211,6 +211,6 @@ def _burst_over(memory: GuardState, seen: Seen) -> tuple[GuardState, GuardVerdic
     if not burst.spike:
         over = since >= PROBATION or seen.final
         return (replace(memory, burst=None) if over else memory), GuardVerdict()
-    if since >= CALM or seen.final or seen.index - burst.first + 1 >= LONGEST:
+    if since >= CALM or seen.final or seen.index - burst.first + 1 >= LONGEST_SPIKE:
         return memory, GuardVerdict(GuardAction.REWIND, first=burst.first, last=burst.last)
     return memory, GuardVerdict()

@@ -35,7 +35,7 @@ class Pass(Protocol):
     def micro_batch(self) -> int: ...
 
 
-Span = tuple[Pass, float, float]
+TimedPass = tuple[Pass, float, float]
 """A pass, and when it began and ended, in seconds of the time of day."""
 
 
@@ -65,7 +65,7 @@ class Spans:
         """A pass that began at a mark ends now."""
         self._passes.append((action, begin, self.mark()))
 
-    def read(self) -> list[Span]:
+    def read(self) -> list[TimedPass]:
         """All passes in their order. Waits for the device where it has not done them yet."""
         if self._device is not None and self._passes:
             self._passes[-1][2].synchronize()

@@ -24,7 +24,7 @@ from shardwise.runtime.parallel.shard_slices import local_part
 
 T = TypeVar("T")
 
-COPIES = 2
+HOST_COPIES = 2
 
 
 class HostCopy:
@@ -32,15 +32,15 @@ class HostCopy:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.tensors = {name: host_empty_like(piece) for name, piece in _pieces(run).items()}
+        self.tensors = {name: host_empty_like(piece) for name, piece in _local_parts(run).items()}
 
     def take(self) -> None:
         """Copy the present run, ordered after the device's present work."""
-        _copy(_pieces(self._run), self.tensors)
+        _copy(_local_parts(self._run), self.tensors)
 
     def restore(self) -> None:
         """Write the copy back into the run."""
-        _copy(self.tensors, _pieces(self._run))
+        _copy(self.tensors, _local_parts(self._run))
         self._run.optimizer.loaded()
 
 
@@ -48,8 +48,8 @@ class Snapshots(Generic[T]):
     """The last snapshots of a run, each with a label: the training state at that time."""
 
     def __init__(self, run: Run) -> None:
-        self._copies = [HostCopy(run) for _ in range(COPIES)]
-        self._labels: list[T | None] = [None] * COPIES
+        self._copies = [HostCopy(run) for _ in range(HOST_COPIES)]
+        self._labels: list[T | None] = [None] * HOST_COPIES
         self._next = 0
 
     @property
@@ -59,14 +59,14 @@ class Snapshots(Generic[T]):
 
     def begin(self, label: T) -> None:
         """Write both copies, so that a rewind is possible from the first step on."""
-        for _ in range(COPIES):
+        for _ in range(HOST_COPIES):
             self.take(label)
 
     def take(self, label: T) -> None:
         """Overwrite the older copy with the present run."""
         self._copies[self._next].take()
         self._labels[self._next] = label
-        self._next = (self._next + 1) % COPIES
+        self._next = (self._next + 1) % HOST_COPIES
 
     def newest(self, usable: Callable[[T], bool]) -> T | None:
         """The label of the newest copy that is ``usable``; None without one."""
@@ -80,15 +80,15 @@ class Snapshots(Generic[T]):
         label = self._labels[index]
         assert label is not None
         self._copies[index].restore()
-        for other in range(COPIES):
+        for other in range(HOST_COPIES):
             if other != index and not self._kept(other, usable):
                 self._labels[other] = None
-        self._next = (index + 1) % COPIES
+        self._next = (index + 1) % HOST_COPIES
         return label
 
     def _newest(self, usable: Callable[[T], bool]) -> int | None:
-        for back in range(1, COPIES + 1):
-            index = (self._next - back) % COPIES
+        for back in range(1, HOST_COPIES + 1):
+            index = (self._next - back) % HOST_COPIES
             if self._kept(index, usable):
                 return index
         return None
@@ -118,7 +118,7 @@ def host_copies(run: Run) -> list[Tensor]:
     ]
 
 
-def _pieces(run: Run) -> dict[str, Tensor]:
+def _local_parts(run: Run) -> dict[str, Tensor]:
     return {name: local_part(tensor) for name, tensor in tensors_of(run).items()}
 
 

@@ -16,7 +16,7 @@ from shardwise.core.counted import TOKENS, Units
 from shardwise.core.errors import DataError
 from shardwise.core.run_files import StepRecord
 from shardwise.report.record import StepLines, read_run
-from shardwise.trainer.progress import Progressing, described
+from shardwise.trainer.progress import Progressing, step_in_words
 
 METRICS_POLL_SECONDS = 0.5
 """Between two looks at the run's metrics."""
@@ -79,7 +79,7 @@ class NotebookBar:
         from IPython.display import HTML, display
 
         bar = f'<progress value="{metrics.step}" max="{self._steps}" style="width:16em"></progress>'
-        said = escape(described(metrics, self._units)).replace("  ", " · ")
+        said = escape(step_in_words(metrics, self._units)).replace("  ", " · ")
         shown = HTML(f"<div>{bar} step {metrics.step} of {self._steps} · {said}</div>")
         if self._handle is None:
             self._handle = display(shown, display_id=True)

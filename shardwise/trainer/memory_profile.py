@@ -16,7 +16,7 @@ from torch.profiler import profile
 
 from shardwise.runtime.torch_private_profiler import profiled_events
 
-Values = dict[str, Any]
+SnapshotEntry = dict[str, Any]
 
 MOST_FRAMES = 24
 """Frames of a stack, the innermost ones."""
@@ -24,7 +24,7 @@ MOST_FRAMES = 24
 _CALL = re.compile(r"^(?P<filename>.+)\((?P<line>\d+)\): (?P<name>.+)$")
 
 
-def allocations_of(profiled: profile) -> Values:
+def allocations_of(profiled: profile) -> SnapshotEntry:
     """Every allocation and free within the profile, and one segment with the blocks that are live at its end.
 
     Pointers are far apart in a process, so each gets a place of its own in the segment. Another thread may note a free
@@ -35,8 +35,8 @@ def allocations_of(profiled: profile) -> Values:
     for pointer, size, _ in changes:
         sizes[pointer] = max(abs(size), sizes.get(pointer, 0))
     places = dict(zip(sorted(sizes), accumulate((0, *(sizes[key] for key in sorted(sizes)))), strict=False))
-    trace: list[Values] = []
-    living: dict[int, Values] = {}
+    trace: list[SnapshotEntry] = []
+    living: dict[int, SnapshotEntry] = {}
     early: Counter[int] = Counter()  # frees that are in the trace before their events
     for pointer, size, frames in changes:
         entry = {"addr": places[pointer], "size": abs(size), "stream": 0, "frames": frames}
@@ -62,36 +62,36 @@ def allocations_of(profiled: profile) -> Values:
     }
 
 
-def _changes(profiled: profile) -> Iterator[tuple[int, int, list[Values]]]:
+def _changes(profiled: profile) -> Iterator[tuple[int, int, list[SnapshotEntry]]]:
     """Pointer, bytes (negative for a free) and stack of every allocation and free on the CPU."""
     for event in profiled_events(profiled):
         if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
             yield event.extra_fields.ptr, event.extra_fields.alloc_size, _frames(event)
 
 
-def _segment(left: Sequence[Values], size: int) -> Values:
+def _segment(left: Sequence[SnapshotEntry], size: int) -> SnapshotEntry:
     """One segment of this size with these allocations, in the order of their places."""
-    blocks: list[Values] = []
+    blocks: list[SnapshotEntry] = []
     end = 0
     for entry in left:
-        blocks += _free(end, entry["addr"] - end)
+        blocks += _free_block(end, entry["addr"] - end)
         block = {"address": entry["addr"], "size": entry["size"], "requested_size": entry["size"]}
         blocks.append({**block, "state": "active_allocated", "frames": entry["frames"]})
         end = entry["addr"] + entry["size"]
-    blocks += _free(end, size - end)
+    blocks += _free_block(end, size - end)
     used = sum(entry["size"] for entry in left)
     whole = {"address": 0, "total_size": size, "allocated_size": used, "active_size": used, "stream": 0}
     return whole | {"segment_type": "large", "device": 0, "frames": [], "blocks": blocks}
 
 
-def _free(begin: int, size: int) -> list[Values]:
+def _free_block(begin: int, size: int) -> list[SnapshotEntry]:
     block = {"address": begin, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
     return [block] if size else []
 
 
-def _frames(event: Any) -> list[Values]:
+def _frames(event: Any) -> list[SnapshotEntry]:
     """The operations and the functions around an event, the innermost first."""
-    frames: list[Values] = []
+    frames: list[SnapshotEntry] = []
     parent = event.parent
     while parent is not None and len(frames) < MOST_FRAMES:
         if (call := _CALL.match(parent.name)) is not None:

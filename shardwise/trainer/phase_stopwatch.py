@@ -30,7 +30,7 @@ _COMMUNICATION = 3
 """Most steps in which communication is timed."""
 _ENOUGH = 3
 """Steps that must follow, so that the run's typical seconds are those of undisturbed steps."""
-_MOST = 1000
+_STEPS_KEPT = 1000
 """Steps whose phases are kept: the newest ones."""
 
 
@@ -44,7 +44,7 @@ class PhaseStopwatch:
         count = max(0, min(_COMMUNICATION, left)) if blocks else 0
         self._sending = range(self._first + 1, self._first + 1 + count)
         self._running: deque[PhaseClock] = deque()
-        self._spent: deque[Mapping[str, float]] = deque(maxlen=_MOST)
+        self._spent: deque[Mapping[str, float]] = deque(maxlen=_STEPS_KEPT)
         self._sent: list[dict[str, float]] = []
         self._steps = 0
 

@@ -34,7 +34,7 @@ from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.offload.host import to_device
 from shardwise.technique import MICRO_BATCH_SIZE, precision_of
 
-_PASSES = 16
+_EXCHANGED = 16
 """Micro-batches of a rank between two exchanges."""
 _WRITTEN = 20.0
 """Seconds after which values are written again."""
@@ -65,7 +65,7 @@ def with_precomputed(run: Run, data: Data, say: Say) -> None:
 
 def _computed(run: Run, dataset: Dataset, numbers: Sequence[int], path: Path, say: Say) -> ByName:
     """The values of the samples with these numbers, from the cache where it has them."""
-    values = [_read(path, list(run.objective.precomputed())) if dist.get_rank() == 0 else {}]
+    values = [_read_values(path, list(run.objective.precomputed())) if dist.get_rank() == 0 else {}]
     dist.broadcast_object_list(values, device=run.device)
     known = values[0]
     first = next(iter(known.values()))
@@ -77,9 +77,9 @@ def _computed(run: Run, dataset: Dataset, numbers: Sequence[int], path: Path, sa
                 known[name].update(of)
         if dist.get_rank() == 0 and time.monotonic() > written + _WRITTEN:
             written = time.monotonic()
-            _write(path, known)
+            _write_values(path, known)
     if missing and dist.get_rank() == 0:
-        _write(path, known)
+        _write_values(path, known)
     new = f"{len(missing):,} samples computed in {format_seconds(time.monotonic() - began)}"
     say(f"reference: {new if missing else f'{len(numbers):,} samples in the cache'}")
     return known
@@ -90,8 +90,10 @@ def _passed(run: Run, dataset: Dataset, numbers: Sequence[int]) -> Iterator[list
     share = run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]
     function = partial(run.objective.of_reference, run.blueprint)
     slots = deal(len(numbers), *share)
-    for start in range(0, len(slots), _PASSES):
-        indices = [[None if s is None else numbers[s] for s in row] for row in slots[start : start + _PASSES]]
+    for start in range(0, len(slots), _EXCHANGED):
+        indices = [
+            [None if s is None else numbers[s] for s in row] for row in slots[start : start + _EXCHANGED]
+        ]
         batches = [run.local_batch(_on_device(batch_of(dataset, rows), run.device)) for rows in indices]
         mine: ByName = {}
         for name, part in run.objective.precomputed().items():
@@ -123,7 +125,7 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
     return {name: to_device(tensor, device) for name, tensor in batch.items()}
 
 
-def _read(path: Path, names: Sequence[str]) -> ByName:
+def _read_values(path: Path, names: Sequence[str]) -> ByName:
     """The values in a file; nothing of one that is missing or damaged."""
     empty: ByName = {name: {} for name in names}
     try:
@@ -134,7 +136,7 @@ def _read(path: Path, names: Sequence[str]) -> ByName:
         return empty
 
 
-def _write(path: Path, values: ByName) -> None:
+def _write_values(path: Path, values: ByName) -> None:
     numbers = sorted(next(iter(values.values())))
     rows = {name: [of[number] for number in numbers] for name, of in values.items()}
     units = [len(row) for row in next(iter(rows.values()))]

@@ -26,7 +26,7 @@ from shardwise.recipe.observation import ProfileSpec
 from shardwise.runtime.torch_private_profiler import dump_allocations, record_allocations
 from shardwise.trainer.memory_profile import allocations_of
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 """In the folder of a run."""
 
 MOST_ALLOCATIONS = 1_000_000
@@ -46,7 +46,7 @@ class Profiling:
         self._rank = dist.get_rank()
         self._steps = frozenset(spec.steps) if self._rank in spec.ranks else frozenset[int]()
         self._memory, self._cuda = spec.memory, not kind_of(device).is_host
-        self._folder, self._warn = folder / FOLDER, warn
+        self._folder, self._warn = folder / PROFILE_FOLDER, warn
 
     def over(self, index: int) -> AbstractContextManager[None]:
         """Enclose the step ``index``, counted from 0."""

@@ -71,10 +71,8 @@ class Progressing:
         due = now - self._last_line >= self._seconds or evaluated
         if due or metrics.step == self._steps:
             self._last_line = now
-            self._console.print(
-                f"step {metrics.step}/{self._steps}  {described(metrics, self._units)}  {self._line.left:,.0f} s left",
-                soft_wrap=True,
-            )
+            step, left = step_in_words(metrics, self._units), f"{self._line.left:,.0f} s left"
+            self._console.print(f"step {metrics.step}/{self._steps}  {step}  {left}", soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -102,7 +100,7 @@ class StepLine:
         done = self._resumed if self._metrics is None else self._metrics.step
         figures = {} if self._metrics is None else dict(self._figures(self._metrics))
         head = f"step {done}/{self._steps}"
-        order = _dropped(figures)
+        order = _drop_order(figures)
         for count in range(len(order) + 1):
             dropped = order[:count]
             text = "  ".join(figure for name, figure in figures.items() if name not in dropped)
@@ -123,7 +121,7 @@ class StepLine:
             yield "left", f"{f'{self.left:.0f} s' if self.left < 59.5 else format_seconds(self.left)} left"
 
 
-def _dropped(figures: Mapping[str, str]) -> list[str]:
+def _drop_order(figures: Mapping[str, str]) -> list[str]:
     """The names of figures, and ``bar``, in the order of DROPPED."""
     measures = [name for name in reversed(list(figures)) if name.startswith(MEASURES)]
     return [name for figure in DROPPED for name in (measures if figure == MEASURES else [figure])]
@@ -148,7 +146,7 @@ def _measures(where: str, values: Mapping[str, float] | None) -> dict[str, str]:
     return {f"{MEASURES} {where}: {n}": f"{measure_label(n)} {v:.4g}" for n, v in (values or {}).items()}
 
 
-def described(metrics: StepRecord, units: Units = TOKENS) -> str:
+def step_in_words(metrics: StepRecord, units: Units = TOKENS) -> str:
     """The figures of a step in a line."""
     return "  ".join(figures_of(metrics, units).values())
 

@@ -22,10 +22,10 @@ from shardwise.trainer.hooks import Callback, Values
 CLOSING_SECONDS = 60.0
 """How long the end of a run waits for the trackers."""
 
-FOLDER = "trackers"
+TRACKERS_FOLDER = "trackers"
 """In the folder of a run."""
 
-_WORDS = {"samples", "positions", "event", "step", "text"}
+_NOT_FIGURES = {"samples", "positions", "event", "step", "text"}
 
 
 class RunTracker(ABC):
@@ -81,7 +81,7 @@ class Tracking(Callback):
         self._each(lambda tracker: tracker.mark(saved["step"], "checkpoint", saved["path"]))
 
     def on_event(self, event: Values) -> None:
-        words = described(event)
+        words = event_in_words(event)
         self._each(lambda tracker: tracker.mark(event["step"], event["event"], words))
 
     def on_end(self, end: Values) -> None:
@@ -101,7 +101,7 @@ class Tracking(Callback):
             self._guarded(name, partial(self._opened, name, run))
 
     def _opened(self, name: str, run: Values) -> None:
-        self._open[name] = self._kinds[name](self._folder / FOLDER / name, run)
+        self._open[name] = self._kinds[name](self._folder / TRACKERS_FOLDER / name, run)
 
     def _each(self, do: Callable[[RunTracker], None]) -> None:
         def task() -> None:
@@ -136,8 +136,8 @@ def series(step: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def described(event: Mapping[str, Any]) -> str:
+def event_in_words(event: Mapping[str, Any]) -> str:
     """An event in a line: its figures, and the text of its samples."""
-    figures = [f"{name} {value}" for name, value in event.items() if name not in _WORDS]
+    figures = [f"{name} {value}" for name, value in event.items() if name not in _NOT_FIGURES]
     samples = [f"samples {event['samples'][:8]}"] if event.get("samples") else []
     return " · ".join([*figures, *samples, *event.get("text", [])[:3]])

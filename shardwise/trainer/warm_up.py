@@ -95,7 +95,7 @@ def warm_kernels(
     x, weight = (torch.ones(_BLOCKS, _NARROW, device=device, requires_grad=True) for _ in range(2))
     F.linear(x, weight).sum().backward()
     if run.options.dtypes.compute.itemsize == 2:
-        _attend(run.options.dtypes.compute, device)
+        _warm_attention(run.options.dtypes.compute, device)
     if convolves:
         _convolve(run.options.dtypes.compute, device)
     if isinstance(objective, SamplingObjective):
@@ -106,7 +106,7 @@ def warm_kernels(
         torch.get_device_module(device).empty_cache()
 
 
-def _attend(dtype: torch.dtype, device: torch.device) -> None:
+def _warm_attention(dtype: torch.dtype, device: torch.device) -> None:
     """Attention over full tiles in 16 bits, because short sequences use other kernels.
 
     With 8-bit products in the blocks, a stage may have no other 16-bit products; their code is 6 MiB (MKL on

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.json_file import checked, plain
-from shardwise.engine.guard import LONGEST, Burst, GuardAction, GuardState, GuardVerdict, Seen, judge
+from shardwise.engine.guard import LONGEST_SPIKE, Burst, GuardAction, GuardState, GuardVerdict, Seen, judge
 from shardwise.engine.train_state import TrainState, merged
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import GuardSpec
@@ -90,7 +90,7 @@ def test_a_burst_is_seen_to_its_end() -> None:
 
 def test_a_loss_that_stays_up_is_taken_back_after_a_while() -> None:
     steps = put(noise(80), 40, *[(7.0, 1.0)] * 40)
-    assert rewinds(steps) == [(40 + LONGEST - 1, 40, 40 + LONGEST - 1)]
+    assert rewinds(steps) == [(40 + LONGEST_SPIKE - 1, 40, 40 + LONGEST_SPIKE - 1)]
 
 
 def test_a_spike_at_the_very_end_is_not_left_in() -> None:

@@ -55,7 +55,7 @@ class Staging:
         went = self._went[slot]
         if self._down is not None and went is not None:
             self._down.wait_event(went)
-        with _on(self._down):
+        with _on_stream(self._down):
             buffers[0].copy_(weight, non_blocking=True)
             buffers[1].copy_(grad, non_blocking=True)
         self._came[slot] = self._down.record_event() if self._down is not None else None
@@ -68,7 +68,7 @@ class Staging:
 
     def send(self, slot: int, buffer: Tensor, weight: Tensor) -> None:
         """Start to copy updated weights back."""
-        with _on(self._up):
+        with _on_stream(self._up):
             weight.copy_(buffer, non_blocking=True)
         self._went[slot] = self._up.record_event() if self._up is not None else None
 
@@ -78,5 +78,5 @@ class Staging:
             torch.accelerator.current_stream(self._device).wait_stream(self._up)
 
 
-def _on(stream: torch.Stream | None) -> AbstractContextManager[object]:
+def _on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else stream

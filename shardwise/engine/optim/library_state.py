@@ -277,7 +277,7 @@ class ParameterState:
         if spec == entry.spec:
             return leaves
         if owner.is_state:
-            raise _changed(entry.key)
+            raise _changed_form(entry.key)
         return [_OTHER] * len(entry.leaves)
 
     def _tensors(self, entry: _Entry) -> Iterator[tuple[str, Any, _Form]]:
@@ -303,7 +303,7 @@ class ParameterState:
             tensor = self._spare[name]
             if isinstance(leaf, Tensor):  # a single number in the place of a tensor of equal ones
                 if leaf.numel() != 1:
-                    raise _changed(name)
+                    raise _changed_form(name)
                 local(tensor).copy_(leaf)
         return self._as_shard(tensor, form)
 
@@ -313,7 +313,7 @@ class ParameterState:
         return distributed_as(self._parameter, piece)
 
 
-def _changed(key: Any) -> RecipeError:
+def _changed_form(key: Any) -> RecipeError:
     return RecipeError(
         "the optimizer's state has changed its form",
         where="optimizer.factory",

@@ -85,7 +85,7 @@ class StateFile:
             shape = torch.Size((rows.stop - rows.start, region.columns))
             state[name] = carve(self._buffers[slot], start, shape, region.dtype)
             disk.read(state[name], self._name, region.offset + rows.start * region.row_bytes, slot)
-            start += _aligned(state[name].nbytes)
+            start += _rounded_up(state[name].nbytes)
         return state
 
     def wait(self, slot: int) -> None:
@@ -118,8 +118,8 @@ def _region(offset: int, tensor: Tensor, parameter: nn.Parameter) -> Region:
 
 def _room(regions: dict[str, Region], rows: slice) -> int:
     """Bytes of a buffer for ``rows`` of all moments."""
-    return sum(_aligned((rows.stop - rows.start) * region.row_bytes) for region in regions.values())
+    return sum(_rounded_up((rows.stop - rows.start) * region.row_bytes) for region in regions.values())
 
 
-def _aligned(size: int) -> int:
+def _rounded_up(size: int) -> int:
     return -(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT

@@ -61,7 +61,7 @@ class OffloadedOptimizer(Optimizer):
         self._turn = 0  # chunks updated so far; slots are used in turn
         with host_memory():
             self._file = StateFile(folder, host_rule, offloaded) if folder is not None else None
-        self._staging = Staging(offloaded[0].device, _largest(offloaded)) if staged else None
+        self._staging = Staging(offloaded[0].device, _largest_chunk_bytes(offloaded)) if staged else None
         super().__init__(groups, rule)
 
     def fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ def share_of(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Par
     return chosen
 
 
-def _largest(parameters: Iterable[nn.Parameter]) -> int:
+def _largest_chunk_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of the largest chunk's weights."""
     views = [as_rows(parameter) for parameter in parameters]
     return max((view[rows].nbytes for view in views for rows in row_slices(*view.shape)), default=0)

@@ -24,7 +24,7 @@ Keys = tuple[Tensor, Tensor]
 
 def position_keys(rows: Tensor, columns: Tensor, seed: Tensor) -> Keys:
     """Keys of positions in the whole parameter: int64 [r] and [c], with an int64 scalar."""
-    return _keys(2 * rows + seed)[:, None], _keys(2 * columns + 1 + seed)
+    return _splitmix64(2 * rows + seed)[:, None], _splitmix64(2 * columns + 1 + seed)
 
 
 def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
     return x.bitwise_right_shift_(8).bitwise_and_(0xFFFF)
 
 
-def _keys(x: Tensor) -> Tensor:
+def _splitmix64(x: Tensor) -> Tensor:
     """32 bits of splitmix64's output function, as int32."""
     x = x * _ODD[0]
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _ODD[1]

@@ -81,7 +81,7 @@ def library_optimizer(
 
     Raises RecipeError where it cannot be made or begun, or would not train as on one process.
     """
-    with _in_words(spec):
+    with _named_errors(spec):
         trial = tried(named, spec)
         if trial.draws and ranks > 1:
             fix = "train on one device, or use another optimizer"
@@ -96,7 +96,7 @@ def library_optimizer(
 
 
 @contextmanager
-def _in_words(spec: OptimizerSpec) -> Iterator[None]:
+def _named_errors(spec: OptimizerSpec) -> Iterator[None]:
     """Have every error name the optimizer."""
     try:
         yield

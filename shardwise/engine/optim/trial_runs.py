@@ -168,7 +168,7 @@ def give_gradients(
     steady, chance = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + index)
     size = 4.0 ** (index % 5 - 2)
     for p in parameters.values():
-        direction, noise = (_gradient(p.shape, generator) for generator in (steady, chance))
+        direction, noise = (_random_gradient(p.shape, generator) for generator in (steady, chance))
         p.grad = (size * (0.1 * direction + 0.05 * noise)).to(p.dtype)
         p.grad *= 1 + error * torch.randn(p.shape, generator=chance, dtype=p.dtype)
     if clip_norm is not None:
@@ -178,7 +178,7 @@ def give_gradients(
     np.random.seed(index)
 
 
-def _gradient(shape: torch.Size, chance: torch.Generator) -> Tensor:
+def _random_gradient(shape: torch.Size, chance: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=chance, dtype=torch.float64)
     return torch.outer(values[:, 0], values[0]) if len(shape) == 2 else values
 

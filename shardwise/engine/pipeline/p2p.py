@@ -45,7 +45,7 @@ class Mail:
             group = self._channels[following.forward, following.wraps]
             self._coming[following] = buffer, dist.irecv(buffer, group=group, group_src=sender)
         buffer, work = self._coming.pop(message)
-        wait(work)
+        wait_for(work)
         self._let_go(action)
         return buffer
 
@@ -60,15 +60,15 @@ class Mail:
     def _let_go(self, action: Action) -> None:
         """Free sent tensors that have been received."""
         for message in self._post.arrived[action]:
-            wait(self._leaving.pop(message)[1])
+            wait_for(self._leaving.pop(message)[1])
 
     def close(self) -> None:
         """The step is over: everything has been received or soon will be."""
         for _, work in self._leaving.values():
-            wait(work)
+            wait_for(work)
         self._leaving.clear()
 
 
-def wait(work: Any) -> None:
+def wait_for(work: Any) -> None:
     if work is not None:  # of a message to oneself there is none
         work.wait()

@@ -40,16 +40,16 @@ def gradients_of_input(
 ) -> tuple[Tensor, list[dict[str, Any]]]:
     """(the gradient of ``given``, what the second half needs). ``end`` is detached from its graph."""
     gradients = None if gradient is None else [gradient]
-    input_gradients, rest = backward_of_input([end], gradients, [given], _trained(model))
+    input_gradients, rest = backward_of_input([end], gradients, [given], _trained_parameters(model))
     assert input_gradients[0] is not None
     return input_gradients[0], rest
 
 
 def gradients_of_weights(model: nn.Module, rest: list[dict[str, Any]]) -> None:
     """Accumulate what the first half has left, and let FSDP2 reduce it as its switches say."""
-    backward_of_weights(_trained(model), rest)
+    backward_of_weights(_trained_parameters(model), rest)
     fsdp_after_backward(model)
 
 
-def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
+def _trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     return iter([parameter for parameter in model.parameters() if parameter.requires_grad])

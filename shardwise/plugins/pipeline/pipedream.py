@@ -28,7 +28,7 @@ from torch import Tensor
 from shardwise.core.pipeline.schedule import Action
 from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.pipeline.executor import Pipelined, Step, hidden_shape
-from shardwise.engine.pipeline.p2p import wait
+from shardwise.engine.pipeline.p2p import wait_for
 from shardwise.engine.run import BatchSource, ListedBatches, LiveModel, OptimizerStep, SeesLoss
 from shardwise.model.blueprint import Batch
 from shardwise.plugins.pipeline.weight_stash import Stash
@@ -224,7 +224,7 @@ class _StreamMail:
 
     def _receive(self, tensor: Tensor, forward: bool) -> None:
         group, sender = (self._forward, self._rank - 1) if forward else (self._backward, self._rank + 1)
-        wait(dist.irecv(tensor, group=group, group_src=sender))
+        wait_for(dist.irecv(tensor, group=group, group_src=sender))
 
     def _send(self, action: Action | None, tensor: Tensor, to: int) -> None:
         group = self._forward if to > self._rank else self._backward
@@ -241,12 +241,12 @@ class _StreamMail:
             if send[0] and send[0].kind == kind and send[0].micro_batch <= until
         ]
         for _, _, work in here:
-            wait(work)
+            wait_for(work)
         gone = {id(send) for send in here}
         self._leaving = [send for send in self._leaving if id(send) not in gone]
 
     def close(self) -> None:
         """Wait until all sends of a finished run are received: a dropped send never arrives."""
         for _, _, work in self._leaving:
-            wait(work)
+            wait_for(work)
         self._leaving.clear()

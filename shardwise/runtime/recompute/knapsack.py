@@ -2,8 +2,8 @@
 
 Every operation whose result is not kept runs again, so each item spares its own cost, whatever else is kept. Items are
 taken one by one; of the choices so far only those are carried along that spare more than every smaller one. Where
-these are more than ``MAX_LABELS`` they are thinned out to about as many, evenly in bytes, which may cost the best choice
-by a five-hundredth of the limit.
+these are more than ``MAX_LABELS`` they are thinned out to about as many, evenly in bytes, which may cost the best
+choice by a five-hundredth of the limit.
 
 Cost is FLOPs first and bytes moved second. Seconds would need a device's ratio of FLOPs to bandwidth, and the plan,
 the run and all ranks must choose alike. So FLOPs are spared first even where products are very narrow.

@@ -24,7 +24,7 @@ from shardwise.core.json_file import Size, read_json, text_of
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes
 
-NAME = "oom.json"
+OOM_RECORD = "oom.json"
 
 _TEXTS = re.compile(
     r"can't allocate memory|not enough memory|bad_alloc|(CUDA|HIP) error: out of memory"
@@ -144,24 +144,24 @@ class OomRecord:
         """Why a run starts with a smaller micro-batch than planned."""
         return (
             f"micro_batch_size is {self.smallest}: with {self.strategy['micro_batch_size']}, rank {self.rank} ran out"
-            f" of memory in step {self.step} ({NAME})"
+            f" of memory in step {self.step} ({OOM_RECORD})"
         )
 
 
 def write_record(folder: Path, record: OomRecord) -> None:
     """Write ``oom.json`` into a run's folder in one rename. Raises ResourceError."""
-    write_whole(folder / NAME, text_of(record).encode())
+    write_whole(folder / OOM_RECORD, text_of(record).encode())
 
 
 def written_at(folder: Path) -> int:
     """When ``oom.json`` was last written, in nanoseconds; 0 without one."""
-    path = folder / NAME
+    path = folder / OOM_RECORD
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def read_record(folder: Path) -> OomRecord | None:
     """The record of a run's folder; None when there is none or it cannot be read."""
     try:
-        return read_json(folder / NAME, OomRecord)
+        return read_json(folder / OOM_RECORD, OomRecord)
     except (OSError, DataError):
         return None

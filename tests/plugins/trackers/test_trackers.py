@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.plugins.trackers import csv_tracker as csv_module
-from shardwise.trainer.tracking import Tracking, described, series
+from shardwise.trainer.tracking import Tracking, event_in_words, series
 
 RUN = {
     "recipe": {"steps": 3, "optimizer": {"name": "adamw", "learning_rate": 0.5}, "adapter": None},
@@ -209,5 +209,5 @@ def test_numbers_and_words_of_a_run() -> None:
     assert series({**step(2), **noise, "path": "x"}) == {
         "loss": 0.5, "skipped": 1.0, "gradient_noise/batch_square": 2.0,
     }  # fmt: skip
-    assert described(SPIKE) == "loss 9.0 · samples [4] · <b>once</b>"
-    assert described({"event": "no way back", "step": 3, "positions": [], "samples": []}) == ""
+    assert event_in_words(SPIKE) == "loss 9.0 · samples [4] · <b>once</b>"
+    assert event_in_words({"event": "no way back", "step": 3, "positions": [], "samples": []}) == ""
