@@ -21,10 +21,10 @@ class PlanCommand(TyperCommand):
     """A command line whose ``--vs`` takes the overrides that follow."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, grouped(args))
+        return super().parse_args(ctx, joined_options(args))
 
 
-def grouped(arguments: Sequence[str]) -> list[str]:
+def joined_options(arguments: Sequence[str]) -> list[str]:
     """The arguments with each ``--vs`` and what belongs to it as two."""
     result: list[str] = []
     for argument in arguments:

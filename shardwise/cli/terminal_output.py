@@ -15,12 +15,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
-from shardwise.core.atomic_file import FULL
+from shardwise.core.atomic_file import DISK_FULL_ERRORS
 
 T = TypeVar("T")
 _closed_descriptors: set[int] = set()
 """Descriptors whose readers have gone."""
-_dropped: list[OSError] = []
+_write_errors: list[OSError] = []
 """Errors of text that a full disk did not take."""
 
 
@@ -29,7 +29,7 @@ def dropped_output() -> OSError | None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
-    return _dropped[0] if _dropped else None
+    return _write_errors[0] if _write_errors else None
 
 
 def while_read(pieces: Iterable[T]) -> Iterator[T]:
@@ -53,9 +53,9 @@ class _Unbroken(io.FileIO):
             os.close(nowhere)
             return super().write(data)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRORS:
                 raise
-            _dropped.append(error)
+            _write_errors.append(error)
             return memoryview(data).nbytes
 
 

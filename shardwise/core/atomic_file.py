@@ -10,15 +10,15 @@ from pathlib import Path
 
 from shardwise.core.errors import RecipeError, ResourceError
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Operating-system errors caused by a full disk, a quota or a file-size limit."""
 
 
 def more_room(error: OSError) -> str:
-    """What to do about one of ``FULL``; "" for another error."""
+    """What to do about one of ``DISK_FULL_ERRORS``; "" for another error."""
     if error.errno == errno.EFBIG:
         return "raise the limit on the size of a file (ulimit -f)"
-    return "free some space or raise the quota" if error.errno in FULL else ""
+    return "free some space or raise the quota" if error.errno in DISK_FULL_ERRORS else ""
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -29,7 +29,7 @@ def require_defined(target: str, where: str) -> None:
     here = folder or str(Path.cwd())
     if here not in sys.path:  # as where it is imported
         sys.path.insert(0, here)
-    spec = _spec_of(module)
+    spec = _module_spec(module)
     if spec is None:
         why = f"there is no module {module!r}"
         without = f"leave out .py: {module.removesuffix('.py')}:{name}" if module.endswith(".py") else ""
@@ -49,7 +49,7 @@ def defined(target: str) -> tuple[str, ast.FunctionDef | ast.ClassDef | None]:
     """
     folder, _, inner = target.rpartition("/")
     module, _, name = inner.partition(":")
-    spec = None if module == GIVEN else _spec_of(module)
+    spec = None if module == GIVEN else _module_spec(module)
     tree = _tree(spec) if spec is not None else None
     nodes = list(ast.walk(tree)) if tree is not None else []
     defining = [node for node in nodes if name in _bound(node)]
@@ -60,7 +60,7 @@ def defined(target: str) -> tuple[str, ast.FunctionDef | ast.ClassDef | None]:
     return file, None if plain[0].decorator_list else plain[0]
 
 
-def _spec_of(module: str) -> ModuleSpec | None:
+def _module_spec(module: str) -> ModuleSpec | None:
     """Where Python would find a module. Unlike ``importlib.util.find_spec`` it imports no package on the way."""
     spec, folders = None, None
     for end in [*(n for n, letter in enumerate(module) if letter == "."), len(module)]:

@@ -91,14 +91,14 @@ def check_method(method: str, scheme: Scheme) -> None:
             where="--method",
             fix=one_of(method, QUANTIZATION_METHODS),
         )
-    why = _obstacle(method, scheme)
+    why = _method_obstacle(method, scheme)
     if why:
         raise RecipeError(
             f"{method} cannot make {scheme.name}", where="--method", why=why, fix="give --method rtn"
         )
 
 
-def _obstacle(method: str, scheme: Scheme) -> str:
+def _method_obstacle(method: str, scheme: Scheme) -> str:
     """Why a method cannot produce a scheme; empty if it can."""
     if method == "rtn":
         return ""

@@ -48,7 +48,7 @@ class Figure:
         return tuple(None if not first or other is None else other / first - 1 for other in others)
 
 
-def figures(compared: Sequence[Compared]) -> Iterator[Figure]:
+def compared_figures(compared: Sequence[Compared]) -> Iterator[Figure]:
     """All figures that at least one plan has: memory, time, rates, the run."""
     plans = [one.plan for one in compared]
 
@@ -76,7 +76,7 @@ def figures(compared: Sequence[Compared]) -> Iterator[Figure]:
 
 def versus_values(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     """The list ``versus`` of ``plan --json``: every further plan, with its changes of the first one's figures."""
-    rows = list(figures(compared))
+    rows = list(compared_figures(compared))
 
     def changes(index: int) -> Mapping[str, float]:
         return {row.key: change for row in rows if (change := row.changes[index]) is not None}

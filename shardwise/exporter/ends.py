@@ -17,7 +17,7 @@ def with_ends(contents: Contents, ends: Collection[int]) -> Contents:
 
     They are added where transformers reads them: to `generation_config.json` if the folder has one, else to the config.
     """
-    config, settings = dict(contents.layout.config), _generation(contents)
+    config, settings = dict(contents.layout.config), _generation_config(contents)
     vocab = config.get("vocab_size")
     known = ends_of(contents)
     added = [
@@ -35,10 +35,10 @@ def with_ends(contents: Contents, ends: Collection[int]) -> Contents:
 
 def ends_of(contents: Contents) -> tuple[int, ...]:
     """The ends that the files of a folder name, in their order."""
-    return ends_in(_generation(contents)) or ends_in(dict(contents.layout.config))
+    return ends_in(_generation_config(contents)) or ends_in(dict(contents.layout.config))
 
 
-def _generation(contents: Contents) -> dict[str, Any] | None:
+def _generation_config(contents: Contents) -> dict[str, Any] | None:
     """`generation_config.json` of a folder, or None if it has none."""
     file: ExtraFile | None = contents.extra_files.get(GENERATION_CONFIG)
     if file is None:

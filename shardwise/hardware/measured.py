@@ -50,7 +50,7 @@ class Grid:
         beyond, corners = 1.0, []
         for axis, size in zip(self.axes, sizes, strict=True):
             beyond *= max(1.0, size / axis[-1]) if grows else 1.0
-            corners.append(_between(axis, min(max(size, axis[0]), axis[-1])))
+            corners.append(_grid_neighbours(axis, min(max(size, axis[0]), axis[-1])))
         log_seconds = 0.0
         for picks in product(*corners):
             index, weight = 0, 1.0
@@ -61,7 +61,7 @@ class Grid:
         return beyond * math.exp(log_seconds)
 
 
-def _between(axis: Sequence[float], size: float) -> tuple[tuple[int, float], tuple[int, float]]:
+def _grid_neighbours(axis: Sequence[float], size: float) -> tuple[tuple[int, float], tuple[int, float]]:
     """The two places next to a size within the axis, with their weights in the logarithm."""
     right = min(max(bisect_left(axis, size), 1), len(axis) - 1)
     if len(axis) == 1:

@@ -101,7 +101,7 @@ def device_here(index: int = 0) -> str:
     gpu = reported_gpu(index)
     path = gpu_file(without_maker(gpu.name)).with_suffix(OWN)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    text = described(gpu, torch.cuda.device_count())
+    text = profile_toml(gpu, torch.cuda.device_count())
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
@@ -112,7 +112,7 @@ def device_here(index: int = 0) -> str:
     return str(path)
 
 
-def described(gpu: ReportedGpu, count: int) -> str:
+def profile_toml(gpu: ReportedGpu, count: int) -> str:
     """The profile of a GPU as TOML, for nodes of ``count`` such GPUs. Raises RecipeError for an unknown generation."""
     generation = _generation(gpu)
     like, clock = PROFILES[generation.like], gpu.clock or generation.clock

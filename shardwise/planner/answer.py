@@ -46,7 +46,7 @@ from shardwise.technique import (
 )
 from shardwise.technique.base import Dividing
 
-ALIKE = 0.005
+NEGLIGIBLE_TIME = 0.005
 """Relative differences of time that are not worth a price."""
 
 MOST_PRICES = 3
@@ -106,13 +106,13 @@ def _alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alte
     others: dict[str, list[Candidate]] = {}
     for candidate in plan.candidates:
         if candidate.verdict in _FITTING and candidate.strategy != plan.strategy:
-            others.setdefault(_owner(recipe, plan, candidate), []).append(candidate)
+            others.setdefault(_changed_setting(recipe, plan, candidate), []).append(candidate)
     if not others:
         return
     for setting, values in _free_settings(recipe, cluster, plan):
         mine = _word(plan.strategy[setting])
         if setting.key in others:
-            best = min(others[setting.key], key=lambda candidate: _rank(recipe, plan, candidate))
+            best = min(others[setting.key], key=lambda candidate: _sort_key(recipe, plan, candidate))
             changed = _changed_settings(plan, best)
             also = tuple(words for key, words in changed.items() if key != setting.key)
             why = _reason(recipe, plan, setting, best)
@@ -121,7 +121,7 @@ def _alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alte
             yield Alternative(setting.key, mine, "", None, reason)
 
 
-def _owner(recipe: Recipe, plan: Plan, candidate: Candidate) -> str:
+def _changed_setting(recipe: Recipe, plan: Plan, candidate: Candidate) -> str:
     """The setting that a strategy is an alternative for: a pin that it changes, else the first setting of all.
 
     Its further changes give memory back, or fill the devices.
@@ -129,7 +129,7 @@ def _owner(recipe: Recipe, plan: Plan, candidate: Candidate) -> str:
     return next(iter(_pins(recipe, plan, candidate) or plan.strategy.differences(candidate.strategy)))
 
 
-def _rank(recipe: Recipe, plan: Plan, candidate: Candidate) -> tuple[int, float, float, int]:
+def _sort_key(recipe: Recipe, plan: Plan, candidate: Candidate) -> tuple[int, float, float, int]:
     """What fits first, then by the recipe's objective, then the fewest changes. A bound has no time."""
     seconds, size = candidate.step_seconds or math.inf, float(candidate.peak_bytes)
     order = (size, seconds) if recipe.plan.objective == "memory" else (seconds, size)
@@ -185,13 +185,13 @@ def _free_settings(
             values = dict.fromkeys(
                 (*technique.candidates(setting, case), *setting.last_resort, *setting.compared, *setting.once)
             )
-            named = values or setting.key in recipe.strategy or _divides(technique, setting, plan)
+            named = values or setting.key in recipe.strategy or _is_parallel_degree(technique, setting, plan)
             if named and technique.has_effect(setting, case):
                 yield setting, tuple(values)
     yield MICRO_BATCH_SIZE, ()
 
 
-def _divides(technique: Technique, setting: Setting[Any], plan: Plan) -> bool:
+def _is_parallel_degree(technique: Technique, setting: Setting[Any], plan: Plan) -> bool:
     """Whether a setting is the degree of an axis that divides the model or the sequence, on several devices."""
     if not isinstance(technique, Dividing) or not any(axis.divides_model for axis in technique.axes):
         return False
@@ -265,7 +265,7 @@ def _most_changed(plan: Plan, candidate: Candidate) -> str:
     parts = {*plan.step.split, *candidate.split} if candidate.split else set()
     change = {part: candidate.split.get(part, 0.0) - plan.step.split.get(part, 0.0) for part in parts}
     along = {part: seconds_of_part for part, seconds_of_part in change.items() if seconds_of_part * total > 0}
-    if not along or abs(total) < ALIKE * plan.step.seconds:
+    if not along or abs(total) < NEGLIGIBLE_TIME * plan.step.seconds:
         return ""
     part = max(sorted(along), key=lambda part: abs(along[part]))
     return f"{format_seconds(abs(along[part]))} {'more' if along[part] > 0 else 'less'} {part}"
@@ -281,7 +281,7 @@ def _excess(plan: Plan, candidate: Candidate) -> int:
 
 def _prices(plan: Plan) -> Iterator[MemoryPrice]:
     """Faster strategies that lack device memory alone, the least memory first, each faster than those before it."""
-    best = plan.step.seconds * (1 - ALIKE) if plan.fits else 0.0
+    best = plan.step.seconds * (1 - NEGLIGIBLE_TIME) if plan.fits else 0.0
     refused = [
         candidate
         for candidate in plan.candidates
@@ -289,7 +289,7 @@ def _prices(plan: Plan) -> Iterator[MemoryPrice]:
     ]
     for candidate in sorted(refused, key=lambda candidate: _excess(plan, candidate)):
         if 0 < candidate.step_seconds < best:
-            best = candidate.step_seconds * (1 - ALIKE)
+            best = candidate.step_seconds * (1 - NEGLIGIBLE_TIME)
             change = ", ".join(_changed_settings(plan, candidate).values())
             yield MemoryPrice(
                 _excess(plan, candidate), change, candidate.step_seconds / plan.step.seconds - 1, candidate

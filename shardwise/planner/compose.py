@@ -220,7 +220,7 @@ class StepComposer:
                     return counts
                 except NotLinear:
                     self._unlike.add((strategy, start))
-                    self._linear[strategy, 1, start, least] = _with(counts, larger=None)
+                    self._linear[strategy, 1, start, least] = _with_points(counts, larger=None)
         return self._known(strategy, 1, size, least, deep=deep)
 
     def _known(
@@ -231,9 +231,9 @@ class StepComposer:
         known = self._linear.get(key) or self._base(strategy, passes, size, least)
         if deep and known.deeper is None and known.depth < self.depth:
             point = Point(strategy, known.depth + known.period, size, passes)
-            known = _with(known, deeper=self._count(point))
+            known = _with_points(known, deeper=self._count(point))
         if wide and known.larger is None:
-            known = _with(known, larger=self._count(Point(strategy, known.depth, 2 * size, passes)))
+            known = _with_points(known, larger=self._count(Point(strategy, known.depth, 2 * size, passes)))
         self._linear[key] = known
         return known
 
@@ -349,7 +349,7 @@ def _run_of(micro_batches: int) -> int:
     return 1 if micro_batches == 1 else ROLES
 
 
-def _with(counts: LinearCounts, **points: Counts | None) -> LinearCounts:
+def _with_points(counts: LinearCounts, **points: Counts | None) -> LinearCounts:
     """The same with another point, and nothing remembered."""
     deeper, larger = points.get("deeper", counts.deeper), points.get("larger", counts.larger)
     return LinearCounts(counts.base, counts.depth, counts.size, counts.period, deeper, larger)

@@ -212,8 +212,8 @@ class LinearCounts:
         """Bytes that one more period of blocks adds at every moment of the base."""
         if self.deeper is None:
             return np.zeros_like(self.base.bytes)
-        deeper = dict(zip(_keys(self.deeper), self.deeper.bytes, strict=True))
-        own = zip(_keys(self.base), self.base.bytes, strict=True)
+        deeper = dict(zip(_call_keys(self.deeper), self.deeper.bytes, strict=True))
+        own = zip(_call_keys(self.base), self.base.bytes, strict=True)
         return np.array([deeper.get(key, row) - row for key, row in own])
 
     @cached_property
@@ -223,9 +223,9 @@ class LinearCounts:
         A group is a block in a phase, or a module outside of blocks with the block before it: the loss holds other
         tensors before the backward pass of the blocks than after it.
         """
-        common = set(_keys(self.deeper or self.base))
+        common = set(_call_keys(self.deeper or self.base))
         rows: dict[int, list[int]] = {}
-        for row, key in enumerate(_keys(self.base)):
+        for row, key in enumerate(_call_keys(self.base)):
             if key in common:
                 rows.setdefault(key[0], []).append(row)
         groups = {}
@@ -265,7 +265,7 @@ class LinearCounts:
         return {n: {call: count for call, count in calls.items() if count} for n, calls in more.items()}
 
 
-def _keys(counts: Counts) -> list[tuple[int, str]]:
+def _call_keys(counts: Counts) -> list[tuple[int, str]]:
     return list(zip(counts.passes.tolist(), counts.names, strict=True))
 
 

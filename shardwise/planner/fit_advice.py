@@ -37,7 +37,7 @@ def advise(recipe: Recipe, cluster: Cluster, plan: Plan | None = None) -> FitAdv
     for remedy in REMEDIES[len(of_settings) :]:
         trials.try_remedy(remedy)
     advised = None if fitting else _advised(trials.outcomes)
-    reasons = tuple(_reasons(trials.outcomes, advised, cluster, fitting))
+    reasons = tuple(_advice_sentences(trials.outcomes, advised, cluster, fitting))
     return FitAdvice(tuple(trials.outcomes), advised, reasons, fitting is not None)
 
 
@@ -50,7 +50,7 @@ def _advised(outcomes: Sequence[RemedyOutcome]) -> RemedyOutcome | None:
     return fitting[0] if fitting else None
 
 
-def _reasons(
+def _advice_sentences(
     outcomes: Sequence[RemedyOutcome], advised: RemedyOutcome | None, cluster: Cluster, plan: Plan | None
 ) -> Iterator[str]:
     first, capacity = outcomes[0], format_bytes(cluster.capacity_bytes)

@@ -27,7 +27,7 @@ _TILES: tuple[tuple[int, int, float], ...] = (
 )
 """Rows and columns of tiles, and the fraction that each reaches of the largest's speed: operands loaded per product."""
 
-_PARTS = (1, 2, 4, 8)
+_SPLIT_K = (1, 2, 4, 8)
 """Parts into which the summed dimension may be divided (split-K)."""
 
 _QUERY_TILE = 128
@@ -118,6 +118,6 @@ def _tiled(shape: tuple[int, ...], units: int, inner: float) -> float:
     for rows, columns, speed in _TILES:
         tiles = products * math.ceil(m / rows) * math.ceil(n / columns)
         work = 2 * rows * columns * units / speed
-        for parts in _PARTS if tiles < units else (1,):
+        for parts in _SPLIT_K if tiles < units else (1,):
             best = min(best, math.ceil(tiles * parts / units) * work * (k / parts + inner))
     return best

@@ -113,11 +113,11 @@ def _ranges(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[_Range]:
     for technique in ORDER:
         for setting in technique.settings:
             if setting.step > 0 and technique.has_effect(setting, case):
-                yield _setting(setting, recipe, plan, trial)
-    yield _devices(recipe, blueprint, cluster, plan)
+                yield _setting_range(setting, recipe, plan, trial)
+    yield _device_range(recipe, blueprint, cluster, plan)
 
 
-def _setting(
+def _setting_range(
     setting: Setting[Any], recipe: Recipe, plan: Plan, trial: Callable[[Recipe, Strategy], _Trial]
 ) -> _Range:
     """A setting's values from its minimum on, in its steps."""
@@ -159,7 +159,7 @@ def _micro_batches(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, plan:
     return _Range(MICRO_BATCH_SIZE.key, now, most, end, lambda index: index, trial, note)
 
 
-def _devices(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, plan: Plan) -> _Range:
+def _device_range(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, plan: Plan) -> _Range:
     """Fewer devices need more memory of each. Where the plan does not fit, more are tried too."""
     most = cluster.nodes if plan.fits else _MORE_NODES * cluster.nodes
     by_number = {nodes * node: (nodes, node) for nodes, node in sizes(cluster, most)}

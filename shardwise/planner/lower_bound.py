@@ -23,7 +23,7 @@ from shardwise.technique import ORDER, STATES, strategy_from, within
 from shardwise.technique.base import Dividing
 
 _BOUND_MARGIN = 0.97
-_RANKS = 8
+_MAX_RANKS = 8
 """Ranks of a probe at most: every dimension of its blocks is a multiple of it, so shards are even."""
 # Only bytes per parameter are read from its dry run, so its size does not matter.
 _PROBE: dict[str, Any] = {
@@ -53,17 +53,17 @@ def least_state_bytes(
 
 
 def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float:
-    """Bytes of a rank per parameter, from probes on at most _RANKS ranks: a part is replicated, a part is sharded.
+    """Bytes of a rank per parameter, from probes on at most _MAX_RANKS ranks: a part is replicated, a part is sharded.
 
     Args:
         counted: the bytes of a rank where so many ranks share one copy of the states.
         copies: of the states, on the ``ranks``.
     """
     shards = ranks // copies
-    if shards <= _RANKS:
+    if shards <= _MAX_RANKS:
         return counted(shards)
-    one, few = counted(1), counted(_RANKS)
-    sharded = (one - few) / (1 - 1 / _RANKS)
+    one, few = counted(1), counted(_MAX_RANKS)
+    sharded = (one - few) / (1 - 1 / _MAX_RANKS)
     return one - sharded + sharded / shards
 
 

@@ -29,7 +29,7 @@ from shardwise.hardware.this_machine import usable_cores
 T = TypeVar("T")
 R = TypeVar("R")
 
-MOST = 3
+MAX_CHILDREN = 3
 """Children at a time, of all lists together."""
 
 CHILD_PATIENCE = 60.0
@@ -57,7 +57,7 @@ class ReadAhead(Generic[T, R]):
         self._results: dict[int, R] = {}
         self._children: dict[Connection, tuple[int, BaseProcess]] = {}
         self._marks = mmap.mmap(-1, max(1, len(self._tasks)))
-        count = min(MOST, usable_cores() - 1, len(self._tasks) - 1) - len(_children)
+        count = min(MAX_CHILDREN, usable_cores() - 1, len(self._tasks) - 1) - len(_children)
         if count > 0 and sys.platform == "linux" and not multiprocessing.current_process().daemon:
             self._fork(count)
 

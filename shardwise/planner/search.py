@@ -79,7 +79,7 @@ def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
         parameters=chosen.parameters,
         peak=PlannedPeak(peak.bytes, chosen.rank, peak.phase, peak.where),
         ledger=peak.ledger,
-        allocated_bytes=_allocated(predictor, chosen),
+        allocated_bytes=_allocated_by_rank(predictor, chosen),
         step=chosen.step,
         micro_batches=micro_batches(strategy, layout, recipe.batch_size),
         candidates=compared_candidates(predictor, chosen),
@@ -107,7 +107,7 @@ def _reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
     yield from scaling.scaling_sentences(predictor.recipe)
 
 
-def _allocated(predictor: Predictor, chosen: Prediction) -> dict[int, int]:
+def _allocated_by_rank(predictor: Predictor, chosen: Prediction) -> dict[int, int]:
     """Predicted peak by rank, as the run measures it; of ranks with equal memory, the first."""
     recipe, blueprint, cluster = predictor.recipe, predictor.blueprint, predictor.cluster
     predicted = {chosen.rank: chosen.allocated_bytes, **chosen.allocated_by_rank}

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from shardwise.hardware.cluster import Cluster
 from shardwise.recipe.sections import Recipe
 
-Size = tuple[int, int]
+ClusterSize = tuple[int, int]
 """Nodes, and devices of each."""
 
 
-def sizes(cluster: Cluster, most_nodes: int) -> Iterator[Size]:
+def sizes(cluster: Cluster, most_nodes: int) -> Iterator[ClusterSize]:
     """Numbers of devices to try, the fewest first: divisors of a node's devices, then whole nodes by powers of two, up
     to ``most_nodes``. The cluster's own is among them."""
     node = cluster.devices_per_node
@@ -20,7 +20,7 @@ def sizes(cluster: Cluster, most_nodes: int) -> Iterator[Size]:
     yield from ((nodes, node) for nodes in sorted({*powers, cluster.nodes}))
 
 
-def resized(recipe: Recipe, cluster: Cluster, size: Size) -> Recipe:
+def resized(recipe: Recipe, cluster: Cluster, size: ClusterSize) -> Recipe:
     """The recipe on as many devices of its cluster's kind."""
     device = cluster.device
     name = device.kind if device.traits.is_host else device.file or device.name

@@ -220,7 +220,7 @@ def check_dimensions(dimensions: Dimensions) -> None:
                 f"{field.name} cannot be set here",
                 "give experts, their number in a block, or remove it",
             )
-            raise _of_model(field.name, what, "the model has no experts", fix)
+            raise _model_error(field.name, what, "the model has no experts", fix)
 
 
 def _check_latent(d: Dimensions) -> None:
@@ -229,50 +229,50 @@ def _check_latent(d: Dimensions) -> None:
         for key in _OF_LATENT:
             if getattr(d, key):
                 why = "only latent attention has it"
-                raise _of_model(key, f"{key} cannot be set here", why, "give kv_lora_rank, or remove it")
+                raise _model_error(key, f"{key} cannot be set here", why, "give kv_lora_rank, or remove it")
         return
     if d.family != "llama":
         why = f"a block of {d.family} has none"
-        raise _of_model("kv_lora_rank", "latent attention cannot be set here", why, "use llama")
+        raise _model_error("kv_lora_rank", "latent attention cannot be set here", why, "use llama")
     if d.kv_heads != d.heads:
         why = f"latent attention makes keys and values for each of the {d.heads} heads"
-        raise _of_model("kv_heads", f"there cannot be {d.kv_heads} kv_heads", why, "remove it")
+        raise _model_error("kv_heads", f"there cannot be {d.kv_heads} kv_heads", why, "remove it")
     if d.rope_head_dim is None or d.rope_head_dim % 2 or d.rope_head_dim >= d.head_width:
         why = f"it is the even part of the {d.head_width} dimensions of a head that rotates"
-        raise _of_model("rope_head_dim", f"rope_head_dim cannot be {d.rope_head_dim}", why, "lower it")
+        raise _model_error("rope_head_dim", f"rope_head_dim cannot be {d.rope_head_dim}", why, "lower it")
     if d.value_width > d.head_width:
         why = f"queries and keys have {d.head_width} dimensions, and values may not have more"
-        raise _of_model("v_head_dim", f"v_head_dim cannot be {d.v_head_dim}", why, "lower it")
+        raise _model_error("v_head_dim", f"v_head_dim cannot be {d.v_head_dim}", why, "lower it")
 
 
 def _check_experts(d: Dimensions) -> None:
     """Raise RecipeError for experts that contradict each other."""
     if not d.rotates:
-        raise _of_model("experts", "experts cannot be set here", "a block of gpt2 has none", "use llama")
+        raise _model_error("experts", "experts cannot be set here", "a block of gpt2 has none", "use llama")
     if d.dense_layers >= d.layers:
         why = f"the model has {d.layers} layers, and {d.dense_layers} of them are to be dense"
-        raise _of_model("dense_layers", "no layer has experts", why, "lower it, or set experts: 0")
+        raise _model_error("dense_layers", "no layer has experts", why, "lower it, or set experts: 0")
     if d.experts % d.router_groups or (d.router_groups > 1 and d.experts < 2 * d.router_groups):
         why = f"{d.experts} experts are not {d.router_groups} equal groups of two or more"
         fix = f"use {_divisor_near(d.experts, min(d.router_groups, d.experts // 2 or 1))} groups"
-        raise _of_model("router_groups", "the experts cannot be grouped", why, fix)
+        raise _model_error("router_groups", "the experts cannot be grouped", why, fix)
     if d.groups_per_token > d.router_groups:
         why = f"it is {d.groups_per_token}, and there are {d.router_groups} groups"
-        raise _of_model(
+        raise _model_error(
             "groups_per_token", "a token cannot choose more groups than there are", why, "lower it"
         )
     if not d.router_bias and d.router_bias_rate != Dimensions.router_bias_rate:
         what, why = "router_bias_rate cannot be set here", "the routers have no bias"
-        raise _of_model("router_bias_rate", what, why, "set router_bias: true, or remove it")
+        raise _model_error("router_bias_rate", what, why, "set router_bias: true, or remove it")
     reach = d.experts // d.router_groups * d.groups_per_token
     if d.experts_per_token > reach:
         why = f"it is {d.experts_per_token}, and a token can choose from {reach}"
-        raise _of_model(
+        raise _model_error(
             "experts_per_token", "a token cannot choose so many experts", why, f"use at most {reach}"
         )
 
 
-def _of_model(key: str, what: str, why: str, fix: str) -> RecipeError:
+def _model_error(key: str, what: str, why: str, fix: str) -> RecipeError:
     return RecipeError(what, where=f"model.{key}", why=why, fix=fix)
 
 

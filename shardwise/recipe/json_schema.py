@@ -29,7 +29,7 @@ def recipe_schema(settings: Sequence[Setting[Any]]) -> dict[str, Any]:
         "type": "object",
         "description": Recipe.meanings()["strategy"],
         "additionalProperties": False,
-        "properties": {setting.key: _setting(setting) for setting in settings},
+        "properties": {setting.key: _setting_schema(setting) for setting in settings},
     }
     return schema
 
@@ -40,7 +40,7 @@ def _document(schema: dict[str, Any], section: type[Section]) -> None:
             schema["properties"][key]["description"] = " ".join(meaning.split())
 
 
-def _setting(setting: Setting[Any]) -> dict[str, Any]:
+def _setting_schema(setting: Setting[Any]) -> dict[str, Any]:
     schema: dict[str, Any] = {"description": setting.doc}
     if setting.choices and not setting.forms:
         return schema | {"enum": [*setting.choices, None]}

@@ -46,7 +46,7 @@ def overridden(
         path, value, inner = _read_override(override)
         if path == NAMED and isinstance(value, str):
             value, inner = {"name": value}, {("name",): Origin(position, 1)}
-        section, made = _section(values, path)
+        section, made = _innermost_section(values, path)
         if value is not None and path not in document.origins:
             for neighbour in replaces.get(path, ()):
                 _drop_from_file(section, origins, (*path[:-1], neighbour))
@@ -81,7 +81,7 @@ def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Orig
         raise RecipeError("cannot read the override", where=where, why=why, fix=error.fix) from None
 
 
-def _section(values: dict[str, Value], path: KeyPath) -> tuple[dict[str, Value], int]:
+def _innermost_section(values: dict[str, Value], path: KeyPath) -> tuple[dict[str, Value], int]:
     """The mapping with the last key of `path`, created if missing, and the depth of the first one created."""
     section, made = values, len(path)
     for depth, key in enumerate(path[:-1], 1):

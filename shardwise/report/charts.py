@@ -46,7 +46,7 @@ def timeline_chart(plan: Plan) -> ChartValues:
     unit = unit_for(plan.peak.bytes)
     places = list(range(len(ledgers)))
     lines = [
-        _points(
+        _line_values(
             row_label(row), places, [getattr(ledger, row) / unit.size for ledger in ledgers], COLOURS[row]
         )
         for row in STACK
@@ -95,10 +95,10 @@ def _chart_line(
     """A line over the steps that have a value, with as many points as a picture of it has; dots where these are few."""
     x, y = series_points(steps, values)
     sparse = len(x) <= min(MOST_DOTS, len(steps) // 2)
-    return _points(name, x.tolist(), y.tolist(), colour) | {"dots": sparse}
+    return _line_values(name, x.tolist(), y.tolist(), colour) | {"dots": sparse}
 
 
-def _points(name: str, x: Sequence[int], y: Sequence[float], colour: str) -> ChartValues:
+def _line_values(name: str, x: Sequence[int], y: Sequence[float], colour: str) -> ChartValues:
     return {
         "name": name,
         "colour": page_colour(colour),

@@ -14,7 +14,7 @@ from shardwise.core.run_files import ExpertsRecord
 from shardwise.report.page_parts import picture
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES
 
-NAMED = 12
+MAX_NAMED = 12
 """Dead experts that are named; the others are counted."""
 
 
@@ -57,7 +57,7 @@ def experts_sentences(record: ExpertsRecord) -> Iterator[str]:
     )
     dead = [f"{expert} of {record.layers[layer]}" for (layer, expert), load in at.items() if load == 0]
     if dead:
-        more = f" and {len(dead) - NAMED:,} others" if len(dead) > NAMED else ""
-        yield f"{len(dead):,} of {len(at):,} experts got no token: {', '.join(dead[:NAMED])}{more}."
+        more = f" and {len(dead) - MAX_NAMED:,} others" if len(dead) > MAX_NAMED else ""
+        yield f"{len(dead):,} of {len(at):,} experts got no token: {', '.join(dead[:MAX_NAMED])}{more}."
     else:
         yield "Every expert got tokens."

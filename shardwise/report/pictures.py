@@ -60,7 +60,7 @@ STACK = (
 PICTURE_RANKS = 16
 _HOLLOW = {"marker": "o", "markersize": 5, "markerfacecolor": BACKGROUND, "markeredgewidth": 1.5}
 
-MOST_POINTS = 900
+MAX_CURVE_POINTS = 900
 """Most points of a curve; with more, neighbours are merged into their extremes."""
 
 STYLE: dict[str, Any] = {
@@ -200,11 +200,11 @@ def _smoothed(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]
 def thinned(
     x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """About `MOST_POINTS` of the points or fewer: the lowest and the highest of each group of neighbours."""
-    if len(x) <= MOST_POINTS:
+    """About `MAX_CURVE_POINTS` of the points or fewer: the lowest and the highest of each group of neighbours."""
+    if len(x) <= MAX_CURVE_POINTS:
         return x, y
     kept = set[int]()
-    for part in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
+    for part in np.array_split(np.arange(len(x)), MAX_CURVE_POINTS // 2):
         values = y[part]
         finite = np.isfinite(values)
         kept.add(int(part[np.argmin(np.where(finite, values, np.inf))]))

@@ -72,7 +72,7 @@ def series_of(steps: Sequence[StepRecord], units: Units = TOKENS) -> list[Series
     named = {name: [(step.held_out_losses or {}).get(name) for step in steps] for name in sets}
     rows = [
         Series(loss_title(units).replace("loss", "loss of validation sets"), named, apart=True),
-        *_measured(steps),
+        *_measure_rows(steps),
         Series("gradient norm", {"": [step.grad_norm for step in steps]}, logarithmic=True),
         Series("learning rate", {"": [step.learning_rate for step in steps]}),
         *_throughput(steps, units),
@@ -94,7 +94,7 @@ def series_of(steps: Sequence[StepRecord], units: Units = TOKENS) -> list[Series
     return [row for row in rows if any(value is not None for line in row.values.values() for value in line)]
 
 
-def _measured(steps: Sequence[StepRecord]) -> list[Series]:
+def _measure_rows(steps: Sequence[StepRecord]) -> list[Series]:
     """A row for every measure, whatever the objective: of the batches trained on, and of the held-out data."""
     names = dict.fromkeys(name for step in steps for name in (*(step.measures or ()), *(step.metrics or ())))
     rows = []

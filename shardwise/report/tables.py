@@ -172,7 +172,7 @@ class PlanTable:
     def _considered(self, width: int) -> Iterator[RenderableType]:
         """The first candidates, and what their signs mean."""
         shown = self.plan.candidates[: self.top]
-        yield from ("", _candidates(shown, width))
+        yield from ("", _candidate_rows(shown, width))
         if any(is_hardly_faster(candidate, self.plan) for candidate in shown):
             yield Text(f"  within {format_percent(TELLS)} of the fastest, the plainer is chosen", "dim")
         if any(candidate.peak_is == "estimated" for candidate in shown):
@@ -277,7 +277,7 @@ def _traffic(plan: Plan) -> Table:
     return table
 
 
-def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
+def _candidate_rows(candidates: Sequence[Candidate], width: int) -> RenderableType:
     """A row for each candidate. A verdict that does not fit into its row stands on the next line."""
     rows = [
         (

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardwise.core.errors import one_line
 from shardwise.core.units import format_bytes, format_change, format_percent, format_seconds
-from shardwise.core.versus import Compared, Figure, FigureKind, figures
+from shardwise.core.versus import Compared, Figure, FigureKind, compared_figures
 from shardwise.report.answer import money
 from shardwise.report.layout import columns
 
@@ -35,10 +35,10 @@ MOST_OTHERS = 2
 def versus_table(compared: Sequence[Compared]) -> RenderableType:
     """The strategy and the verdict of each plan, then a row per figure with a column per plan and its change."""
     names = [_name(index) for index in range(len(compared))]
-    rows = list(figures(compared))
-    parts: list[RenderableType] = [*_heads(names, compared)]
+    rows = list(compared_figures(compared))
+    parts: list[RenderableType] = [*_headings(names, compared)]
     for start in range(1, len(compared), MOST_OTHERS):
-        parts += ["", _table(names, rows, range(start, min(start + MOST_OTHERS, len(compared))))]
+        parts += ["", _comparison_table(names, rows, range(start, min(start + MOST_OTHERS, len(compared))))]
     return Group(*parts)
 
 
@@ -48,7 +48,7 @@ def _name(index: int) -> str:
     return (_name(before - 1) if before else "") + chr(ord("A") + letter)
 
 
-def _table(names: Sequence[str], rows: Sequence[Figure], others: range) -> RenderableType:
+def _comparison_table(names: Sequence[str], rows: Sequence[Figure], others: range) -> RenderableType:
     """The first plan, and some others."""
     titles = ["", names[0], *chain.from_iterable((names[other], "change") for other in others)]
     table = columns(*("left", *("right",) * (len(titles) - 1)), titles=tuple(titles))
@@ -60,7 +60,7 @@ def _table(names: Sequence[str], rows: Sequence[Figure], others: range) -> Rende
     return table
 
 
-def _heads(names: Sequence[str], compared: Sequence[Compared]) -> Iterator[RenderableType]:
+def _headings(names: Sequence[str], compared: Sequence[Compared]) -> Iterator[RenderableType]:
     for name, one in zip(names, compared, strict=True):
         plan = one.plan
         yield Text.assemble((f"{name}  ", "bold"), (one_line(one.name), "dim"))

@@ -144,6 +144,6 @@ def _answered(name: str, method: str, function: Callable[..., Any], *values: Any
         ) from error
 
 
-def agreed(flags: Tensor) -> frozenset[str]:
+def raised(flags: Tensor) -> frozenset[str]:
     """The names of the flags that all ranks agreed on."""
     return frozenset(name for name, flag in zip((PREEMPT, *ASKS), flags.tolist(), strict=True) if flag)

@@ -17,7 +17,7 @@ from shardwise.engine.step import StepResult
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.offload.host import host_copy
-from shardwise.trainer.hooks import SKIP, agreed
+from shardwise.trainer.hooks import SKIP, raised
 from shardwise.trainer.run_log import say
 
 
@@ -82,7 +82,7 @@ class StepFlags:
 
         Steps after them are others, so none of them is skipped. Waits for the device.
         """
-        asked = [agreed(flags) for n, flags in self._flags.items() if n >= first]
+        asked = [raised(flags) for n, flags in self._flags.items() if n >= first]
         self._flags = {}
         return frozenset[str]().union(*asked) - {SKIP}
 

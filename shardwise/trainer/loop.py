@@ -47,7 +47,7 @@ from shardwise.trainer.expert_watch import ExpertWatch
 from shardwise.trainer.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.trainer.faults.recovery import ObservedStep, Recovery, Rewound
 from shardwise.trainer.gradient_histogram import GradientWatch
-from shardwise.trainer.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, Hooks, agreed, open_callbacks
+from shardwise.trainer.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, Hooks, open_callbacks, raised
 from shardwise.trainer.issued_step import (
     IssuedStep,
     RunAgain,
@@ -344,7 +344,7 @@ class Trainer:
         if not self._watched:
             watch(self.job.recipe.watchdog)
             self._watched = True
-        return agreed(pending.flags)
+        return raised(pending.flags)
 
     def _pause(self, pending: IssuedStep, asked: frozenset[str]) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
@@ -353,7 +353,7 @@ class Trainer:
         pending.wait()
         require_capacity(self.run, pending)
         pending.seconds += self.log.lap()[0]
-        asked |= agreed(pending.flags)
+        asked |= raised(pending.flags)
         stop, last = PREEMPT in asked, STOP in asked
         evaluates = (self.pauses.evaluates(index) or last or EVALUATE in asked) and not stop
         if evaluates:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli.main import run
-from shardwise.cli.plan_versus import grouped
+from shardwise.cli.plan_versus import joined_options
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import HostMemory, Plan, StepEstimate
 from shardwise.core.units import GiB
@@ -59,10 +59,10 @@ def asked(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]
 
 def test_overrides_after_the_option_are_its_own() -> None:
     line = ["A.yaml", "x=1", "--vs", "y=2", "z.w=3", "--json", "v=4", "--vs", "B.yaml", "u=5", "--vs=t=6"]
-    assert grouped(line) == [
+    assert joined_options(line) == [
         *("A.yaml", "x=1", "--vs", "y=2\nz.w=3", "--json", "v=4", "--vs", "B.yaml\nu=5", "--vs=t=6")
     ]
-    assert grouped(["--vs", "y=2", "A.yaml", "--vs"]) == ["--vs", "y=2", "A.yaml", "--vs"]
+    assert joined_options(["--vs", "y=2", "A.yaml", "--vs"]) == ["--vs", "y=2", "A.yaml", "--vs"]
 
 
 def test_a_table_has_a_column_for_each_plan_and_its_change(

@@ -16,8 +16,8 @@ from shardwise.hardware.this_gpu import (
     CUDA_GENERATIONS,
     ROCM_GENERATIONS,
     ReportedGpu,
-    described,
     device_here,
+    profile_toml,
 )
 from shardwise.hardware.this_machine import usable_memory
 from shardwise.jobs.objects import cluster_named
@@ -51,7 +51,7 @@ def rtx_4060_ti(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def profile_of(gpu: ReportedGpu, folder: Path, count: int = 1) -> DeviceProfile:
     path = folder / "gpu.toml"
-    path.write_text(described(gpu, count), encoding="utf-8")
+    path.write_text(profile_toml(gpu, count), encoding="utf-8")
     return read_own_profile(path)
 
 
@@ -123,7 +123,7 @@ def test_what_is_not_reported_comes_from_the_generation(gpu: ReportedGpu, like: 
 )
 def test_an_unknown_generation_is_refused(gpu: ReportedGpu) -> None:
     with pytest.raises(RecipeError, match=r"there is no profile of .*write its profile: docs/how-to/"):
-        described(gpu, 1)
+        profile_toml(gpu, 1)
 
 
 def test_every_generation_has_a_profile() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.core.run_files import ExpertsRecord
-from shardwise.report.experts import NAMED, experts_section, experts_sentences
+from shardwise.report.experts import MAX_NAMED, experts_section, experts_sentences
 
 
 def test_dead_experts_are_named_and_the_busiest() -> None:
@@ -19,12 +19,12 @@ def test_dead_experts_are_named_and_the_busiest() -> None:
     assert experts_section(None) == {"experts": None, "experts_words": []}
 
 
-@pytest.mark.parametrize(("dead", "more"), [(NAMED, ""), (NAMED + 3, " and 3 others.")])
+@pytest.mark.parametrize(("dead", "more"), [(MAX_NAMED, ""), (MAX_NAMED + 3, " and 3 others.")])
 def test_many_dead_experts_are_counted(dead: int, more: str) -> None:
     record = ExpertsRecord(1, ("a",), ((0.0,) * dead + (8.0,),))
     *_, words = experts_sentences(record)
     assert words.startswith(f"{dead} of {dead + 1} experts") and ("others" in words) == bool(more)
-    assert words.endswith(more or f"{NAMED - 1} of a.")
+    assert words.endswith(more or f"{MAX_NAMED - 1} of a.")
 
 
 def test_without_dead_experts_it_says_so() -> None:

@@ -21,7 +21,7 @@ from shardwise.core.run_files import RankMemory, StepRecord
 from shardwise.core.units import GiB
 from shardwise.report.notation import COLOURS
 from shardwise.report.pictures import (
-    MOST_POINTS,
+    MAX_CURVE_POINTS,
     NARROW_INCHES,
     PICTURE_RANKS,
     STACK,
@@ -136,7 +136,7 @@ def test_many_steps_are_merged_and_keep_the_extremes() -> None:
     losses[31_415] = 9.0
     figure = loss_curve([step(n + 1, loss) for n, loss in enumerate(losses)])
     raw, smooth = plot(figure).lines
-    assert len(raw.get_xdata()) <= MOST_POINTS
+    assert len(raw.get_xdata()) <= MAX_CURVE_POINTS
     assert (max(raw.get_ydata()), min(raw.get_ydata())) == (9.0, min(losses))
     assert max(smooth.get_ydata()) < 2.2
     assert len(svg(figure, "loss")) < 150_000

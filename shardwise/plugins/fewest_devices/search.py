@@ -16,7 +16,7 @@ from shardwise.core.progress import Progress, silent
 from shardwise.core.units import format_seconds
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.jobs.planning import make_plan, refuse_unfit
-from shardwise.recipe.cluster_sizes import Size, resized, sizes
+from shardwise.recipe.cluster_sizes import ClusterSize, resized, sizes
 from shardwise.recipe.sections import Recipe
 
 
@@ -64,9 +64,9 @@ class _Search:
     cluster: Cluster
     hours: float | None
     progress: Progress
-    tried: dict[Size, DeviceTry] = field(default_factory=dict)
+    tried: dict[ClusterSize, DeviceTry] = field(default_factory=dict)
 
-    def plan(self, size: Size) -> Plan:
+    def plan(self, size: ClusterSize) -> Plan:
         asked, devices = resized(self.recipe, self.cluster, size), size[0] * size[1]
         plan = make_plan(
             asked,
@@ -82,7 +82,7 @@ class _Search:
         self.tried[size] = DeviceTry(devices, hours, cost, verdict)
         return plan
 
-    def enough(self, size: Size) -> bool:
+    def enough(self, size: ClusterSize) -> bool:
         if size not in self.tried:
             try:
                 self.plan(size)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.atomic_file import FULL, write_whole
+from shardwise.core.atomic_file import DISK_FULL_ERRORS, write_whole
 from shardwise.core.errors import DataError, OutOfMemory, ResourceError
 from shardwise.core.json_file import Size, read_json, text_of
 from shardwise.core.strategy import Strategy
@@ -50,8 +50,8 @@ def resource_error(
     """The error to show for an OOM or a full disk; None for any other error. ``where`` and ``fix`` are of an OOM."""
     if is_oom(error):
         return ResourceError("out of memory", where=where, why=str(error).split(". ")[0], fix=fix)
-    if isinstance(error, OSError) and (error.errno in FULL or error.errno == errno.EROFS):
-        room = "free some space or raise the quota" if error.errno in FULL else "write elsewhere"
+    if isinstance(error, OSError) and (error.errno in DISK_FULL_ERRORS or error.errno == errno.EROFS):
+        room = "free some space or raise the quota" if error.errno in DISK_FULL_ERRORS else "write elsewhere"
         path, why = str(error.filename or "the disk"), error.strerror or str(error)
         return ResourceError("cannot write", where=path, why=why, fix=f"{room}, and go on")
     return None
