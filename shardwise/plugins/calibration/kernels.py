@@ -160,7 +160,7 @@ def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
     return {NEW: tuple(new), IN_PLACE: tuple(same)}
 
 
-def native(dtype: str, device: torch.device) -> bool:
+def has_native_products(dtype: str, device: torch.device) -> bool:
     """Whether products in this dtype are not emulated: at least a quarter of the speed of fp32."""
     left, right = ([_operands(((256, 256),) * 2, name, device) for _ in range(2)] for name in ("fp32", dtype))
     plain, other = (

@@ -13,7 +13,7 @@ import psutil
 
 from shardwise.hardware.this_machine import usable_cores
 
-MOST = 0.25
+MAX_OTHER_WORK = 0.25
 """The share of this process's cores that others may use of a machine that counts as idle: a desktop's own work."""
 SAMPLE = 0.3
 """Seconds that `is_busy_now` looks at; the system counts in hundredths of a second."""
@@ -32,7 +32,7 @@ class OtherWork:
         """
         used = (_others_seconds() - self._others) / max(time.monotonic() - self._begin, 1e-3)
         own = usable_cores()
-        return used > max(0, (os.cpu_count() or 1) - own) + MOST * own
+        return used > max(0, (os.cpu_count() or 1) - own) + MAX_OTHER_WORK * own
 
 
 def is_busy_now() -> bool:

@@ -22,7 +22,7 @@ from shardwise.hardware.kinds import kind_of
 from shardwise.hardware.measured import Grid, MeasuredSpeeds
 from shardwise.plugins.calibration.attention_order import fastest_backends
 from shardwise.plugins.calibration.collectives import collective_curves
-from shardwise.plugins.calibration.kernels import attention, native, plain_curves, products
+from shardwise.plugins.calibration.kernels import attention, has_native_products, plain_curves, products
 from shardwise.plugins.calibration.steps import (
     TimedStep,
     around_collectives,
@@ -37,7 +37,7 @@ from shardwise.trainer.meter import return_large_frees
 
 _WHOLE = "world"
 """Stands for the number of ranks."""
-AXES: dict[str, dict[str, Any]] = {
+SETTINGS_OF_AXIS: dict[str, dict[str, Any]] = {
     "replicate": {"zero_stage": 0},
     "shard": {"zero_stage": 3},
     "tensor": {"tensor_parallel": _WHOLE},
@@ -56,7 +56,7 @@ def kernel_speeds(task: Task, device: torch.device) -> MeasuredSpeeds:
     speeds = MeasuredSpeeds(
         world, torch.get_num_threads(), {}, {}, plain_curves(device, effort.largest_bytes)
     )
-    native_dtypes = [dtype for dtype in task.dtypes if dtype == "fp32" or native(dtype, device)]
+    native_dtypes = [dtype for dtype in task.dtypes if dtype == "fp32" or has_native_products(dtype, device)]
     grids, heads = dict[str, Grid](), dict[str, Grid]()
     for dtype in native_dtypes:
         dist.barrier()
@@ -91,11 +91,11 @@ def with_collectives(speeds: MeasuredSpeeds, task: Task, device: torch.device) -
     speeds = replace(speeds, processes=world, collectives=collective_curves(effort.payloads))
     around, waiting = dict[str, float](), dict[str, float]()
     for axis in effort.axes:
-        given = {key: world if value == _WHOLE else value for key, value in AXES[axis].items()}
+        given = {key: world if value == _WHOLE else value for key, value in SETTINGS_OF_AXIS[axis].items()}
         small, large = (timed_step(model, 64, 2, given, device, effort.plain_steps) for model in (TINY, WIDE))
         speeds = replace(speeds, ratios={**ratios([small, large], speeds.plain), **speeds.ratios})
         around[axis], waiting[axis] = around_collectives(small, large, speeds, axis)
-    for axis in AXES:
+    for axis in SETTINGS_OF_AXIS:
         around.setdefault(axis, around[effort.axes[0]])
         waiting.setdefault(axis, waiting[effort.axes[0]])
     return replace(speeds, around=around, waiting=waiting)
@@ -105,7 +105,7 @@ def measured(task: Task, rank: int, size: int, folder: Path) -> MeasuredSpeeds:
     """The speeds of this process. A quick task measures kernels and host in a group of its own, next to the others."""
     device = torch.device(task.device)
     apart = task.quick and size > 1
-    with _group(
+    with _calibration_group(
         device, folder / (f"store-{rank}" if apart else "store"), *((0, 1) if apart else (rank, size))
     ):
         speeds = kernel_speeds(task, device) if task.dtypes else task.known
@@ -113,13 +113,13 @@ def measured(task: Task, rank: int, size: int, folder: Path) -> MeasuredSpeeds:
         if size > 1 and not apart:
             speeds = with_collectives(speeds, task, device)
     if apart:
-        with _group(device, folder / "store", rank, size):
+        with _calibration_group(device, folder / "store", rank, size):
             speeds = with_collectives(speeds, task, device)
     return replace(speeds, threads=torch.get_num_threads())
 
 
 @contextmanager
-def _group(device: torch.device, store: Path, rank: int, size: int) -> Iterator[None]:
+def _calibration_group(device: torch.device, store: Path, rank: int, size: int) -> Iterator[None]:
     """The default process group of ``size`` ranks that meet at a file."""
     backend = kind_of(device).collectives
     dist.init_process_group(backend, init_method=store.as_uri(), rank=rank, world_size=size)

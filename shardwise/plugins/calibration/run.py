@@ -33,26 +33,26 @@ def measure_cpu() -> tuple[MeasuredSpeeds, ...]:
         threads = threads_of(processes)
         known = speeds[-1].shared_by(processes, threads, cores) if speeds else None
         dtypes = CPU_DTYPES if processes <= cores or not speeds else ()
-        speeds.append(_measured(Task("cpu", dtypes, known), processes, threads))
+        speeds.append(_measured_by_ranks(Task("cpu", dtypes, known), processes, threads))
     return tuple(speeds)
 
 
 def measure_gpu(index: int) -> MeasuredSpeeds:
     """The speeds of kernels on one GPU of this machine. Raises RuntimeError when the process fails."""
-    return _measured(Task(f"cuda:{index}", GPU_DTYPES), 1, threads_of(1))
+    return _measured_by_ranks(Task(f"cuda:{index}", GPU_DTYPES), 1, threads_of(1))
 
 
 def quick_cpu(processes: int) -> MeasuredSpeeds:
     """Rough speeds of one of ``processes`` processes on this machine's CPU. Raises RuntimeError when one fails."""
-    return _measured(Task("cpu", CPU_DTYPES, quick=True), processes, threads_of(processes))
+    return _measured_by_ranks(Task("cpu", CPU_DTYPES, quick=True), processes, threads_of(processes))
 
 
 def quick_gpu() -> MeasuredSpeeds:
     """Rough speeds of kernels on the first GPU of this machine. Raises RuntimeError when the process fails."""
-    return _measured(Task("cuda:0", GPU_DTYPES, quick=True), 1, threads_of(1))
+    return _measured_by_ranks(Task("cuda:0", GPU_DTYPES, quick=True), 1, threads_of(1))
 
 
-def _measured(task: Task, processes: int, threads: int) -> MeasuredSpeeds:
+def _measured_by_ranks(task: Task, processes: int, threads: int) -> MeasuredSpeeds:
     """What ``processes`` local processes found."""
     with tempfile.TemporaryDirectory(prefix="shardwise-calibration-") as name:
         folder = Path(name)

@@ -125,11 +125,11 @@ def examine(folder: Path, *, measure: bool = True, link: bool = False) -> Diagno
     ``folder`` is the output folder of a run. ``link`` starts two processes and measures gloo between them.
     """
     facts = inspect(folder)
-    speeds = _measure(facts, link) if measure and not facts.torch.error else Speeds()
-    return Diagnosis(facts, speeds, tuple(judge(facts, speeds)))
+    speeds = _measure_speeds(facts, link) if measure and not facts.torch.error else Speeds()
+    return Diagnosis(facts, speeds, tuple(all_checks(facts, speeds)))
 
 
-def judge(facts: Facts, speeds: Speeds) -> Iterator[Check]:
+def all_checks(facts: Facts, speeds: Speeds) -> Iterator[Check]:
     """All checks, in the order of the table."""
     yield from _judge_software(facts)
     yield from _judge_memory(facts)
@@ -335,7 +335,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
 
 
-def _measure(facts: Facts, link: bool) -> Speeds:
+def _measure_speeds(facts: Facts, link: bool) -> Speeds:
     import torch
 
     from shardwise.plugins.doctor import speed

@@ -183,7 +183,7 @@ def loopback_problem(host: str, timeout: float = 2.0) -> str:
             listener.settimeout(timeout)
             listener.bind((host, 0))
             listener.listen(1)
-            answer = threading.Thread(target=_answer, args=(listener,), daemon=True)
+            answer = threading.Thread(target=_accept_once, args=(listener,), daemon=True)
             answer.start()
             with socket.create_connection(listener.getsockname(), timeout) as client:
                 client.settimeout(timeout)
@@ -194,7 +194,7 @@ def loopback_problem(host: str, timeout: float = 2.0) -> str:
         return str(problem) or type(problem).__name__
 
 
-def _answer(listener: socket.socket) -> None:
+def _accept_once(listener: socket.socket) -> None:
     try:
         connection, _ = listener.accept()
         with connection:
@@ -288,11 +288,11 @@ def _torch() -> Torch:
         distributed=available,
         gloo=available and dist.is_gloo_available(),
         nccl=available and dist.is_nccl_available(),
-        devices=tuple(_device(index) for index in range(torch.cuda.device_count())),
+        devices=tuple(_inspected_gpu(index) for index in range(torch.cuda.device_count())),
     )
 
 
-def _device(index: int) -> Device:
+def _inspected_gpu(index: int) -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(index)

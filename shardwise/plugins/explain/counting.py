@@ -16,7 +16,7 @@ SEQUENCE_TOKENS = 128
 """Tokens of a sequence in the dry runs of ``counted_states``: model state does not depend on them."""
 
 
-CHECKPOINTING = ("none", "selective", "full", "every:2", "sqrt", "recursive:1", "recursive:3")
+SHOWN_KINDS = ("none", "selective", "full", "every:2", "sqrt", "recursive:1", "recursive:3")
 """The values of activation_checkpointing that are shown; recursive:1 is the memory-poor extreme."""
 
 
@@ -29,7 +29,7 @@ def checkpointed(
     tokens: int = SEQUENCE_TOKENS,
     progress: Progress = silent,
 ) -> Iterator[tuple[str, BlockTimes]]:
-    """One sequence of a model under each of CHECKPOINTING, by dry runs in bf16 on an H100.
+    """One sequence of a model under each of SHOWN_KINDS, by dry runs in bf16 on an H100.
 
     Args:
         model: as of ``asked_recipe``; None for a small decoder in fp32 on the CPU.
@@ -48,7 +48,7 @@ def checkpointed(
     recipe = _small_decoder(depth or SMALL_DEPTH) if model is None else asked_recipe(model, tokens)
     cluster = cluster_of(ClusterSpec(device=device, devices_per_node=1))
     blueprint = blueprint_of(recipe)
-    for name in CHECKPOINTING:
+    for name in SHOWN_KINDS:
         progress(f"activation_checkpointing: {name}")
         strategy = strategy_from(
             {"activation_checkpointing": name, "micro_batch_size": 1, "precision": precision}

@@ -77,7 +77,7 @@ def command(
         if serve:
             _serve(exploration, left, port or 0, open_browser, progress)
         else:
-            _write(exploration, left, out or Path("explore.html"), open_browser, progress)
+            _fill_page(exploration, left, out or Path("explore.html"), open_browser, progress)
 
 
 def _exploration(
@@ -95,7 +95,7 @@ def _exploration(
     return Exploration(file, overrides, name, measured, progress)
 
 
-def _write(exploration: Exploration, seconds: float, path: Path, show: bool, progress: Progress) -> None:
+def _fill_page(exploration: Exploration, seconds: float, path: Path, show: bool, progress: Progress) -> None:
     from shardwise.plugins.explorer.page import write_page
 
     written = -math.inf

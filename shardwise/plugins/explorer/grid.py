@@ -20,7 +20,7 @@ from shardwise.technique import DIGITS, MICRO_BATCH_SIZE, ORDER, SETTINGS, broke
 Change = Mapping[str, Any]
 """Values of controls, by key, that differ from the plan's."""
 
-MOST_POINTS = 6000
+MAX_PAGE_POINTS = 6000
 """Of a page, which then has 2 MB."""
 
 _RARE, _ROUNDING, _OTHERS = 2, 1, 1
@@ -46,7 +46,10 @@ class PointGrid:
 
     def groups(self) -> Iterator[PointGroup]:
         """Each once, the most useful first."""
-        own, most = PointGroup(self.workloads.own, self.strategy), MOST_POINTS // len(self.controls[0].values)
+        own, most = (
+            PointGroup(self.workloads.own, self.strategy),
+            MAX_PAGE_POINTS // len(self.controls[0].values),
+        )
         seen = {own}
         yield own
         for change in self._changes():

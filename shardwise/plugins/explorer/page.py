@@ -29,7 +29,7 @@ def page_of(exploration: Exploration, live: bool = False) -> str:
     """
     values = {
         "name": exploration.name,
-        "facts": list(_facts(exploration)),
+        "facts": list(_plan_facts(exploration)),
         "data": exploration.data(),
         "live": live,
         "own_style": Markup(template_text("explorer.css", __package__)),
@@ -37,7 +37,7 @@ def page_of(exploration: Exploration, live: bool = False) -> str:
     return rendered("explorer.html", values, live, __package__, CODE)
 
 
-def _facts(exploration: Exploration) -> Iterator[str]:
+def _plan_facts(exploration: Exploration) -> Iterator[str]:
     plan, recipe = exploration.plan, exploration.workloads.recipe
     yield plan.parameters_in_words
     yield plan.cluster

@@ -85,7 +85,7 @@ def _points(workloads: Workloads, devices: Sequence[str], group: PointGroup) -> 
             cluster = cluster_of(recipe.cluster)
             _refuse(recipe, cluster, group.strategy)
         except RecipeError as error:
-            yield PlannedPoint(workload, group.strategy, REFUSED, _in_words(error))
+            yield PlannedPoint(workload, group.strategy, REFUSED, _why_refused(error))
         else:
             possible.append((workload, recipe, cluster))
     if not possible:
@@ -105,7 +105,7 @@ def _refuse(recipe: Recipe, cluster: Cluster, strategy: Strategy) -> None:
     refuse_unsupported(strategy.values, cluster.device, lambda key: key)
 
 
-def _in_words(error: RecipeError) -> str:
+def _why_refused(error: RecipeError) -> str:
     return f"{error.what}: {error.why}" if error.why else error.what
 
 
@@ -128,7 +128,7 @@ def _point(
         else:
             predictor.may_fit(strategy)
     except RecipeError as error:  # the model refuses, or a package is missing
-        return PlannedPoint(workload, strategy, REFUSED, _in_words(error))
+        return PlannedPoint(workload, strategy, REFUSED, _why_refused(error))
     except Exception as error:  # of the model or a kernel, in a strategy that no plan has chosen
         return PlannedPoint(workload, strategy, UNKNOWN, printable(f"{type(error).__name__}: {error}"))
     candidate = predictor.candidates[strategy]

@@ -99,7 +99,7 @@ def _finish(out: Path, device: str) -> None:
         finish_adapter(target, recipe, plan, loss)
     else:
         finish_model(out, target, recipe, plan, loss)
-    for answer in _answers(out, device):
+    for answer in _sample_answers(out, device):
         parts = {"prompt": answer.question.asked, "answer": answer.text, "expected": answer.question.expected}
         typer.echo("\n" + "\n".join(_sample_text(name, text) for name, text in parts.items()))
     typer.echo(f"\n{target}: {'adapter' if recipe.adapter else 'model'}, tokenizer and model card")
@@ -107,7 +107,7 @@ def _finish(out: Path, device: str) -> None:
         typer.echo(line)
 
 
-def _answers(out: Path, device: str) -> list[Any]:
+def _sample_answers(out: Path, device: str) -> list[Any]:
     """Answers to records of the run; none of a model that does not fit on one device."""
     from torch import OutOfMemoryError
 

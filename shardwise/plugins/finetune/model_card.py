@@ -68,7 +68,7 @@ def _kind(recipe: Recipe) -> str:
     return REWARD if scores else recipe.model.objective
 
 
-def _objective(spec: ObjectiveSpec) -> str:
+def _objective_line(spec: ObjectiveSpec) -> str:
     return spec.name or spec.factory or "" if spec.beta is None else f"{spec.name}, beta {spec.beta:g}"
 
 
@@ -87,7 +87,7 @@ def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     rows = {
         "base model": base,
         "trained": kind,
-        **({} if recipe.objective is None else {"objective": _objective(recipe.objective)}),
+        **({} if recipe.objective is None else {"objective": _objective_line(recipe.objective)}),
         "data": ", ".join(part.source for part in recipe.data.parts),
         "steps": f"{recipe.steps:,} of {samples} of {recipe.data.sequence_length:,} tokens",
         "learning rate": f"{recipe.optimizer.learning_rate:g}, {recipe.schedule.name}",

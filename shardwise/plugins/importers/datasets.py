@@ -11,7 +11,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.plugins.importers.dataset_info import names_of, registered
 from shardwise.plugins.importers.draft import Draft
 
-_FIELDS = {"field": "messages", "role": "role", "content": "content"}
+_TURN_FIELDS = {"field": "messages", "role": "role", "content": "content"}
 _CHAT_FIELDS = "fields of a chat are messages with role and content, or conversations with from and value"
 _KNOWN_FORMATS = "formats are text, prompt, messages, sharegpt and alpaca"
 _AXOLOTL_TYPES = {
@@ -113,11 +113,11 @@ def _axolotl_source(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[
             draft.lose(f"dataset:{item}:type", _PREFERENCE_TYPES[samples])
         return values, names
     form = _AXOLOTL_TYPES.get(kind)
-    fields = tuple(asked.get(name) or value for name, value in _FIELDS.items())
+    fields = tuple(asked.get(name) or value for name, value in _TURN_FIELDS.items())
     if form == "messages" and fields == ("conversations", "from", "value"):
         form = "sharegpt"
     elif form == "messages" and fields != ("messages", "role", "content"):
-        for field in _FIELDS:
+        for field in _TURN_FIELDS:
             draft.lose(f"dataset:{item}:{field}", _CHAT_FIELDS)
     if form is not None:
         values["format"] = form

@@ -17,7 +17,7 @@ from shardwise.recipe.objective import SAMPLES
 Reads = Mapping[str, tuple[str, Any]]
 """For each of TRL's keys, the key of `objective:` and TRL's default."""
 
-_BETA: Reads = {"beta": ("beta", 0.1)}
+_READS_BETA: Reads = {"beta": ("beta", 0.1)}
 _SMOOTHING: Reads = {"label_smoothing": ("label_smoothing", 0.0)}
 _REFERENCE: Reads = {
     "reference_free": ("reference_free", False), "reference_bits": ("reference_quantize", None),
@@ -29,23 +29,23 @@ _SAMPLED: Reads = {
     "reward_model_name_or_path": ("reward_model", None), "max_completion_length": ("completion_length", 512),
     "mask_truncated_completions": ("mask_truncated", False), "max_prompt_length": ("", None),
 }  # fmt: skip
-_DPO: Reads = {**_BETA, **_SMOOTHING, **_NLL, **_REFERENCE}
+_DPO: Reads = {**_READS_BETA, **_SMOOTHING, **_NLL, **_REFERENCE}
 
 EQUALS: Mapping[tuple[str, str], tuple[str, Reads]] = {
     ("dpo", "sigmoid"): ("dpo", _DPO),
     ("dpo", "sigmoid_norm"): ("dpo", _DPO),
-    ("dpo", "ipo"): ("ipo", {**_BETA, **_REFERENCE}),
-    ("cpo", "sigmoid"): ("cpo", {**_BETA, **_SMOOTHING, "cpo_alpha": ("nll_weight", 1.0)}),
+    ("dpo", "ipo"): ("ipo", {**_READS_BETA, **_REFERENCE}),
+    ("cpo", "sigmoid"): ("cpo", {**_READS_BETA, **_SMOOTHING, "cpo_alpha": ("nll_weight", 1.0)}),
     ("cpo", "simpo"): (
         "simpo",
-        {**_BETA, **_SMOOTHING, "simpo_gamma": ("margin", 0.5), "cpo_alpha": ("nll_weight", 1.0)},
+        {**_READS_BETA, **_SMOOTHING, "simpo_gamma": ("margin", 0.5), "cpo_alpha": ("nll_weight", 1.0)},
     ),
-    ("simpo", "simpo"): ("simpo", {**_BETA, "simpo_gamma": ("margin", 0.5), **_NLL}),
-    ("orpo", "orpo"): ("orpo", _BETA),
+    ("simpo", "simpo"): ("simpo", {**_READS_BETA, "simpo_gamma": ("margin", 0.5), **_NLL}),
+    ("orpo", "orpo"): ("orpo", _READS_BETA),
     ("kto", "kto"): (
         "kto",
         {
-            **_BETA,
+            **_READS_BETA,
             "desirable_weight": ("desirable_weight", 1.0),
             "undesirable_weight": ("undesirable_weight", 1.0),
             "reference_bits": ("reference_quantize", None),
@@ -69,7 +69,7 @@ EQUALS: Mapping[tuple[str, str], tuple[str, Reads]] = {
 """(trainer, loss) -> the objective, and what it reads of the other file."""
 
 _USUAL_LOSS = {"dpo": "sigmoid", "cpo": "sigmoid", "grpo": "dapo"}
-_ALWAYS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+_IMPLIED: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("dpo", "sigmoid_norm"): {"length_normalised": True},
     ("grpo", "dapo"): {"normalise": "tokens"},
     ("grpo", "dr_grpo"): {"normalise": "length"},
@@ -96,7 +96,7 @@ _OF_LOSS = {
 FINE_TUNING_LOSSES = ("nll", "chunked_nll")
 _NAMES = ("dpo", "orpo", "cpo", "kto", "reward", "grpo", "rloo", "ppo")
 _TRAINERS = {"ipo": "dpo", "simpo": "cpo"}
-_ROLLOUTS = ("grpo", "rloo", "ppo")
+_ROLLOUT_TRAINERS = ("grpo", "rloo", "ppo")
 
 
 def objectives(draft: Draft) -> None:
@@ -114,7 +114,7 @@ def objectives(draft: Draft) -> None:
     if (trainer, loss) not in EQUALS:
         known = ", ".join(name for of, name in EQUALS if of == trainer)
         what = f"of the losses of {trainer} Shardwise has {known}"
-        raise _refused(draft, "rl:loss_type" if "rl:loss_type" in draft.facts else "rl:trainer", what)
+        raise _unsupported(draft, "rl:loss_type" if "rl:loss_type" in draft.facts else "rl:trainer", what)
     name, reads = EQUALS[trainer, loss]
     if trainer == "orpo" and "rl:orpo_alpha" in draft.facts and "rl:beta" not in draft.facts:
         draft.take("@rl:beta", draft.facts["rl:orpo_alpha"], *draft.keys["rl:orpo_alpha"])
@@ -122,10 +122,10 @@ def objectives(draft: Draft) -> None:
         said.remove("rl:orpo_alpha")
     draft.facts["samples"] = SAMPLES[name] if SAMPLES[name] in ("unpaired", "prompts") else "pairs"
     draft.put("objective.name", name, "rl:trainer", "rl:loss_type", "rl:loss_weights")
-    for key, value in _ALWAYS.get((trainer, loss), {}).items():
+    for key, value in _IMPLIED.get((trainer, loss), {}).items():
         draft.put(f"objective.{key}", value, "rl:loss_type", "rl:trainer", "rl:norm_loss")
     for key, (target, default) in reads.items():
-        _read(draft, key, target, default)
+        _read_key(draft, key, target, default)
     known_facts = {"rl:trainer", "rl:loss_type", "rl:loss_weights", *(f"rl:{key}" for key in reads)}
     known_facts |= {"rl:norm_loss"} if trainer == "dpo" else set()
     if (asked := _likelihood_note(draft, trainer)) and draft.facts.get("lf_stage") is None:
@@ -154,7 +154,7 @@ def _llama_factory(draft: Draft) -> None:
         return
     for fact, own in (("lf_reference", "@model"), ("lf_reference_adapter", "adapter.start_from")):
         if facts.get(fact) and facts[fact] not in [said.value for said in draft.statements.get(own, ())]:
-            raise _refused(
+            raise _unsupported(
                 draft, fact, "the reference is the model before training, with its adapter.start_from"
             )
     trainer = {"rm": "reward", "dpo": loss if loss in ("orpo", "simpo") else "dpo"}.get(stage, stage)
@@ -184,7 +184,7 @@ def _trl_trainer(draft: Draft, said: list[str]) -> str | None:
                 draft.notes["objective.name"] = "RLOOTrainer has these keys too: objective.name=rloo"
             return trainer
     if losses and losses[0] == "dft":
-        raise _refused(
+        raise _unsupported(
             draft, "rl:loss_type", "Shardwise trains on the next token: of TRL's losses it has nll"
         )
     if losses:
@@ -217,13 +217,13 @@ def _loss(draft: Draft, trainer: str) -> str:
         draft.take("@rl:rpo_alpha", weights[1], *draft.keys["rl:loss_type"])
     elif len(losses) > 1 or weights != [1.0]:
         why = "of several losses, sft may follow sigmoid or sigmoid_norm, of weight 1: objective.nll_weight"
-        raise _refused(draft, "rl:loss_type" if len(losses) > 1 else "rl:loss_weights", why)
+        raise _unsupported(draft, "rl:loss_type" if len(losses) > 1 else "rl:loss_weights", why)
     # Axolotl's dpo_norm_loss takes the log-probabilities as ipo does: the means over the tokens of an answer.
     normalised = trainer == "dpo" and losses[0] == "sigmoid" and draft.facts.get("rl:norm_loss")
     return "sigmoid_norm" if normalised else losses[0]
 
 
-def _read(draft: Draft, key: str, target: str, default: Any) -> None:
+def _read_key(draft: Draft, key: str, target: str, default: Any) -> None:
     """One key of TRL's, or its default."""
     fact, value = f"rl:{key}", draft.facts.get(f"rl:{key}")
     if value is None and default is None:
@@ -258,7 +258,7 @@ def _function(draft: Draft, fact: str, name: str) -> str:
     module, dot, function = name.rpartition(".")
     if not dot or "/" in name:
         why = f"{name} is TRL's own, or a model: rewards are package.module:function, a model is objective.reward_model"
-        raise _refused(draft, fact, why)
+        raise _unsupported(draft, fact, why)
     return f"{module}:{function}"
 
 
@@ -266,7 +266,9 @@ def _scale_rewards(draft: Draft) -> None:
     fact = "rl:scale_rewards"
     scale = str(draft.facts.get(fact, "group")).lower()
     if scale not in ("group", "true", "none", "false"):
-        raise _refused(draft, fact, "advantages are divided by the deviation of their group, or by nothing")
+        raise _unsupported(
+            draft, fact, "advantages are divided by the deviation of their group, or by nothing"
+        )
     if fact not in draft.facts:
         draft.take(f"@{fact}", True, f"scale_rewards{DEFAULT_MARK}")
     draft.put("objective.scale_rewards", scale in ("group", "true"), fact)
@@ -278,7 +280,7 @@ def _lose_or_refuse(draft: Draft, fact: str, objective: str) -> None:
     if value in (None, False, 0, [], ""):
         return
     if fact in ("rl:rpo_alpha", "rl:label_smoothing", "rl:simpo_gamma", "rl:cpo_alpha", "rl:loss_weights"):
-        raise _refused(draft, fact, f"the objective {objective} has no such part")
+        raise _unsupported(draft, fact, f"the objective {objective} has no such part")
     draft.lose(fact, f"the objective {objective} does not read it")
 
 
@@ -292,7 +294,7 @@ def _data_and_rate(draft: Draft, trainer: str) -> None:
         draft.put("data.packing", True, "rl:padding_free")
     draft.drop("data.train_on")
     draft.facts.pop("completion_only", None)
-    if trainer in _ROLLOUTS and draft.facts.get("trl"):
+    if trainer in _ROLLOUT_TRAINERS and draft.facts.get("trl"):
         completion = int(
             draft.number("rl:max_completion_length") or draft.number("rl:response_length") or 512
         )
@@ -305,7 +307,7 @@ def _data_and_rate(draft: Draft, trainer: str) -> None:
             draft.notes["data.sequence_length"] = "prompts of up to 512 tokens, and the completion"
     # LLaMA-Factory trains reward models by a trainer of its own, which leaves dropout on.
     keeps = draft.facts.get("disable_dropout") is False or draft.facts.get("lf_stage") == "rm"
-    if trainer not in _ROLLOUTS and draft.facts.get("enables:adapter") and not keeps:
+    if trainer not in _ROLLOUT_TRAINERS and draft.facts.get("enables:adapter") and not keeps:
         draft.take(
             "adapter.dropout", 0.0, *draft.keys.get("disable_dropout", [f"disable_dropout{DEFAULT_MARK}"])
         )
@@ -314,7 +316,7 @@ def _data_and_rate(draft: Draft, trainer: str) -> None:
         draft.take("optimizer.learning_rate", _RATES.get(trainer, 1e-6), f"learning_rate{DEFAULT_MARK}")
 
 
-def _refused(draft: Draft, fact: str, why: str) -> RecipeError:
+def _unsupported(draft: Draft, fact: str, why: str) -> RecipeError:
     key, value = draft.keys[fact][0], draft.facts[fact]
     where = f"{draft.path}: {key}: {shorten(str(value), 60)}"
     fix = f"remove {key}, or train this with the other trainer"

@@ -15,7 +15,7 @@ from shardwise.core.errors import DataError, ResourceError
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost")
-_OWN = ("same-origin", "none")
+_SAME_ORIGIN = ("same-origin", "none")
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -58,7 +58,7 @@ def page_server(page: ServedPage, port: int) -> ThreadingHTTPServer:
             if host not in _HOSTS:
                 self._send(403, "text/plain", "this page is for this machine alone")
                 return
-            if path != "/" and self.headers.get("Sec-Fetch-Site", "same-origin") not in _OWN:
+            if path != "/" and self.headers.get("Sec-Fetch-Site", "same-origin") not in _SAME_ORIGIN:
                 self._send(403, "text/plain", "this answers its own page alone")
                 return
             try:

@@ -43,7 +43,7 @@ class Answers(NamedTuple):
         return self.sums / self.lengths.clamp(min=1)
 
 
-def answers(blueprint: Blueprint, model: nn.Module, batch: Batch, documents: int) -> Answers:
+def answer_sums(blueprint: Blueprint, model: nn.Module, batch: Batch, documents: int) -> Answers:
     """Log-probabilities of the documents of a batch. Every row has ``documents`` of them."""
     values = blueprint.log_probabilities(model, batch)
     document, valid = batch.get("document"), batch["labels"] >= 0
@@ -91,7 +91,7 @@ class DocumentObjective(TrainingObjective):
 
     def answers(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Answers:
         """Log-probabilities by unit, [m, units, answers_per_unit]."""
-        sums, lengths = answers(blueprint, model, batch, self.documents(batch))
+        sums, lengths = answer_sums(blueprint, model, batch, self.documents(batch))
         return Answers(self.units(batch, sums), self.units(batch, lengths))
 
     def losses_of(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:

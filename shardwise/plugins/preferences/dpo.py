@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from shardwise.model.blueprint import Batch
 from shardwise.plugins.preferences.documents import Answers, PairObjective
-from shardwise.plugins.preferences.reference import REFERENCE, ReferenceObjective
+from shardwise.plugins.preferences.reference import REFERENCE_ROLE, ReferenceObjective
 from shardwise.recipe.sections import Recipe
 
 
@@ -28,7 +28,7 @@ class DPO(ReferenceObjective, PairObjective):
     def rewards(self, pairs: Answers, batch: Batch) -> Tensor:
         ratios = pairs.sums
         if self.how:
-            ratios = ratios - batch[REFERENCE].to(ratios.dtype)
+            ratios = ratios - batch[REFERENCE_ROLE].to(ratios.dtype)
         return self.beta * (ratios / pairs.lengths.clamp(min=1) if self.means else ratios)
 
     def losses(self, rewards: Tensor, pairs: Answers) -> Tensor:

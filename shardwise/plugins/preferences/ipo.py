@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.model.blueprint import Batch
 from shardwise.plugins.preferences.documents import Answers, PairObjective
-from shardwise.plugins.preferences.reference import REFERENCE, ReferenceObjective
+from shardwise.plugins.preferences.reference import REFERENCE_ROLE, ReferenceObjective
 from shardwise.recipe.sections import Recipe
 
 
@@ -25,7 +25,7 @@ class IPO(ReferenceObjective, PairObjective):
     def rewards(self, pairs: Answers, batch: Batch) -> Tensor:
         ratios = pairs.sums
         if self.how:
-            ratios = ratios - batch[REFERENCE].to(ratios.dtype)
+            ratios = ratios - batch[REFERENCE_ROLE].to(ratios.dtype)
         return self.beta * ratios / pairs.lengths.clamp(min=1)
 
     def losses(self, rewards: Tensor, pairs: Answers) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
-from shardwise.plugins.preferences.reference import REFERENCE, ReferenceObjective
+from shardwise.plugins.preferences.reference import REFERENCE_ROLE, ReferenceObjective
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.runtime.measures import note
 
@@ -37,7 +37,7 @@ class KTO(ReferenceObjective):
     )
     per_token = ReferenceObjective.per_token | {MISMATCHED + name for name in _ROWS}
     per_sample = ReferenceObjective.per_sample | {
-        "desirable", _KL, MISMATCHED + "starts", MISMATCHED + REFERENCE
+        "desirable", _KL, MISMATCHED + "starts", MISMATCHED + REFERENCE_ROLE
     }  # fmt: skip
     whole_step = True
 
@@ -51,7 +51,7 @@ class KTO(ReferenceObjective):
     def sample_shapes(self, shapes: SampleShapes, data: DataSpec) -> SampleShapes:
         shapes = super().sample_shapes(shapes, data)
         mismatched = {
-            MISMATCHED + name: shapes[name] for name in (*_ROWS, "starts", REFERENCE) if name in shapes
+            MISMATCHED + name: shapes[name] for name in (*_ROWS, "starts", REFERENCE_ROLE) if name in shapes
         }
         return {**shapes, **mismatched, "desirable": shapes["present"]}
 
@@ -61,7 +61,7 @@ class KTO(ReferenceObjective):
 
     def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
         """The reference of the answers; ``before_step`` has that of the mismatched ones."""
-        return batch if REFERENCE in batch else super().annotated(batch, frozen)
+        return batch if REFERENCE_ROLE in batch else super().annotated(batch, frozen)
 
     def before_step(self, passes: ForwardOnly, batches: Sequence[Batch]) -> Sequence[Batch]:
         batches, mismatched = super().before_step(passes, batches), list(map(_mismatched, batches))
@@ -80,12 +80,12 @@ class KTO(ReferenceObjective):
     def _reference_sums(self, passes: ForwardOnly, mismatched: Sequence[Batch]) -> Sequence[Tensor | None]:
         """Log-probabilities of the mismatched answers by the reference."""
         if self.how == "precomputed":
-            return [batch[REFERENCE] for batch in mismatched]
+            return [batch[REFERENCE_ROLE] for batch in mismatched]
         return self.by_reference(passes, mismatched, self.of_reference)
 
     def losses_of(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         sums = self.answers(blueprint, model, batch).sums
-        rewards = (sums - batch[REFERENCE].to(sums.dtype)).squeeze(-1)
+        rewards = (sums - batch[REFERENCE_ROLE].to(sums.dtype)).squeeze(-1)
         good, kl = batch["desirable"] > 0, batch[_KL].to(rewards.dtype)
         losses = (self.desirable * torch.sigmoid(self.beta * (kl - rewards))).where(
             good, self.undesirable * torch.sigmoid(self.beta * (rewards - kl))

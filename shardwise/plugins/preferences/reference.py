@@ -19,7 +19,7 @@ from shardwise.model.open import base_of
 from shardwise.plugins.preferences.documents import DocumentObjective
 from shardwise.recipe.sections import AdapterSpec, DataSpec, Recipe
 
-REFERENCE = "reference"
+REFERENCE_ROLE = "reference"
 """Role of the frozen copy, and the name of its log-probabilities in a batch, fp32 or fp64 [m, units, answers]."""
 
 
@@ -61,7 +61,7 @@ class Referenced(TrainingObjective):
         return changed
 
     def frozen_models(self) -> Mapping[str, Blueprint]:
-        return {REFERENCE: self._reference()} if self.how == "copy" else {}
+        return {REFERENCE_ROLE: self._reference()} if self.how == "copy" else {}
 
     def by_reference(
         self, passes: ForwardOnly, batches: Sequence[Batch], function: OfModel
@@ -70,14 +70,14 @@ class Referenced(TrainingObjective):
         if self.how == "adapter_off":
             with passes.as_before_training():
                 return passes.forward_only(batches, functools.partial(function, passes.blueprint))
-        reference, frozen = self._reference(), passes.frozen[REFERENCE]
+        reference, frozen = self._reference(), passes.frozen[REFERENCE_ROLE]
         return passes.forward_only(batches, lambda _, batch: function(reference, frozen, batch))
 
 
 class ReferenceObjective(Referenced, DocumentObjective):
     """Base of objectives on answers that compare with a reference."""
 
-    per_sample = DocumentObjective.per_sample | {REFERENCE}
+    per_sample = DocumentObjective.per_sample | {REFERENCE_ROLE}
 
     @property
     def whole_step(self) -> bool:  # type: ignore[override]
@@ -88,13 +88,13 @@ class ReferenceObjective(Referenced, DocumentObjective):
         if self.how != "precomputed":
             return shapes
         (units,), _ = shapes["present"]
-        return {**shapes, REFERENCE: ((units, self.answers_per_unit), torch.float64)}
+        return {**shapes, REFERENCE_ROLE: ((units, self.answers_per_unit), torch.float64)}
 
     def precomputed(self) -> Mapping[str, Callable[[Batch], Batch]]:
-        return {REFERENCE: lambda batch: batch} if self.how == "precomputed" else {}
+        return {REFERENCE_ROLE: lambda batch: batch} if self.how == "precomputed" else {}
 
     def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
-        return {**batch, REFERENCE: self.of_reference(self._reference(), frozen[REFERENCE], batch)}
+        return {**batch, REFERENCE_ROLE: self.of_reference(self._reference(), frozen[REFERENCE_ROLE], batch)}
 
     def of_reference(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         """Summed log-probabilities by unit, [m, units, answers_per_unit]."""
@@ -105,4 +105,6 @@ class ReferenceObjective(Referenced, DocumentObjective):
             return batches
         sums = self.by_reference(passes, batches, self.of_reference)
         pairs = zip(batches, sums, strict=True)
-        return [batch if of_batch is None else {**batch, REFERENCE: of_batch} for batch, of_batch in pairs]
+        return [
+            batch if of_batch is None else {**batch, REFERENCE_ROLE: of_batch} for batch, of_batch in pairs
+        ]

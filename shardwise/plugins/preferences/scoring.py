@@ -84,7 +84,7 @@ def load_reward_model(
     require_scores(folder)
     if (folder / RECIPE).is_file():
         run = open_run(folder)
-        model = _allocated(run.plain, dtype, on)
+        model = _empty_model(run.plain, dtype, on)
         run.plain.restore(model)
         with torch.no_grad():
             for name, tensor in (*named_parameters(model), *model.named_buffers()):
@@ -92,7 +92,7 @@ def load_reward_model(
                     tensor.copy_(run.merged.read(name))
         return RewardModel(run.plain, model, open_tokenizer(run.recipe.data.tokenizer), on)
     blueprint = ScoringModel.of(HuggingFaceModel(str(folder), sequence_length=1))
-    model = _allocated(blueprint, dtype, on)
+    model = _empty_model(blueprint, dtype, on)
     with torch.no_grad():
         blueprint.fill(model, 0)
     tokenizer = open_tokenizer(str(folder)) if brings_tokenizer(str(folder)) else None
@@ -115,7 +115,7 @@ def scores(model: RewardModel, texts: Sequence[str]) -> Tensor:
     return model([[*begin, *cuts.encode(text)] for text in texts])
 
 
-def _allocated(blueprint: Blueprint, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _empty_model(blueprint: Blueprint, dtype: torch.dtype, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         model = blueprint.build().to(dtype)
     blueprint.compute_in(model, dtype)

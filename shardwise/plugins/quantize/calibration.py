@@ -18,7 +18,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import EvaluationSpec, Recipe
 from shardwise.trainer.batches import require_vocabulary
 
-HELD_OUT = 32
+HELD_OUT_SEQUENCES = 32
 """Held-out sequences that the gate reads."""
 
 BATCH_TOKENS = 2048
@@ -66,14 +66,14 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
     identity = data.fingerprint
     if texts.evaluate is not None:
         other = _calibration_data(source, model, texts, texts.evaluate)
-        count = min(HELD_OUT, other.train_sequences)
+        count = min(HELD_OUT_SEQUENCES, other.train_sequences)
         held_out = [other.micro_batches(step, 0, 1, 1)[0] for step in range(count)]
         identity += f" {other.fingerprint}"
     elif data.held_out_sequences:
-        count = min(HELD_OUT, data.held_out_sequences)
+        count = min(HELD_OUT_SEQUENCES, data.held_out_sequences)
         held_out = [data.held_out(index, 0, 1, 1)[0] for index in range(count)]
     else:
-        left = range(sequences, min(sequences + HELD_OUT, data.train_sequences))
+        left = range(sequences, min(sequences + HELD_OUT_SEQUENCES, data.train_sequences))
         held_out = [data.micro_batches(step, 0, 1, 1)[0] for step in left]
     if not held_out:
         raise DataError(

@@ -43,7 +43,7 @@ from shardwise.runtime.quantization.stored import weight_of
 DOWN = "down_proj"
 """The stack that reads activations; the other one reads hidden states."""
 
-Run = Callable[[Tensor], Tensor]
+BlockForward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def expert_layers(model: nn.Module, groups: Sequence[TensorGroup]) -> list[Exper
             slices.setdefault(part.stack.rpartition(".")[0], {})[name.removesuffix(".weight")] = part
     layers = []
     for path, matrices in slices.items():
-        if not _obstacle(model.get_submodule(path)):
+        if not _experts_obstacle(model.get_submodule(path)):
             count = 1 + max(part.index for part in matrices.values())
             layers.append(ExpertLayer(path, count, matrices))
     return layers
@@ -89,10 +89,10 @@ def kept_reason(module: nn.Module) -> str:
     why = f"{type(module).__name__} is no linear layer"
     if not hasattr(module, "has_gate"):  # of transformers' experts only
         return why
-    return f"{why}, and {_obstacle(module) or 'its files do not have the experts one by one'}"
+    return f"{why}, and {_experts_obstacle(module) or 'its files do not have the experts one by one'}"
 
 
-def _obstacle(module: nn.Module) -> str:
+def _experts_obstacle(module: nn.Module) -> str:
     """Why the experts of a module cannot be quantized; "" if they can. transformers' decorator sets the attributes."""
     if isinstance(module, Experts):
         return ""
@@ -114,7 +114,7 @@ class BlockExperts:
         self._layers = [layer for layer in layers if layer.path.startswith(f"{prefix}.")]
 
     def quantized(
-        self, run: Run, calibration: Sequence[Tensor], counted: Sequence[Tensor | None], ranks: Ranks
+        self, run: BlockForward, calibration: Sequence[Tensor], counted: Sequence[Tensor | None], ranks: Ranks
     ) -> dict[str, Rounded]:
         """The rows and stored tensors of all matrices by their paths; a stack is kept whole or not at all."""
         results: dict[str, Rounded] = {}
@@ -129,7 +129,7 @@ class BlockExperts:
     def _of_layer(
         self,
         layer: ExpertLayer,
-        run: Run,
+        run: BlockForward,
         calibration: Sequence[Tensor],
         counted: Sequence[Tensor | None],
         ranks: Ranks,
@@ -141,7 +141,7 @@ class BlockExperts:
         own: dict[str, Rounded] = {}
         for members in self._groups(layer, bool(calibration)):
             inputs = _Inputs.of(module, members, layer)
-            with _recorded(module, inputs):
+            with _recorded_inputs(module, inputs):
                 for batch, real in zip(calibration, counted, strict=True):
                     inputs.counted = None if real is None else real.flatten()
                     run(batch)
@@ -310,7 +310,7 @@ def _first_stack(experts: Any) -> Tensor:
 
 
 @contextmanager
-def _recorded(module: nn.Module, inputs: _Inputs) -> Iterator[None]:
+def _recorded_inputs(module: nn.Module, inputs: _Inputs) -> Iterator[None]:
     """Within the block, the module adds what it is given to ``inputs`` and returns zeros."""
     signature = inspect.signature(type(module).forward)
 

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 600.0
 AT_ONCE = 64
 """Requests of a rank that the server has at the same time."""
 _ID = "token_id:"
-_ALWAYS: dict[str, Any] = {
+_EVERY_REQUEST: dict[str, Any] = {
     "n": 1, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True,
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
@@ -57,7 +57,7 @@ class Endpoint:
 
         Raises DataError if the server fails, or if its answer does not have the tokens exactly.
         """
-        fixed = {**_ALWAYS, "max_tokens": self.longest, "temperature": self.temperature}
+        fixed = {**_EVERY_REQUEST, "max_tokens": self.longest, "temperature": self.temperature}
         fixed |= {"stop_token_ids": sorted(tokenizer.ends), **({"model": self.model} if self.model else {})}
         digests = (hashlib.blake2b(repr(seed).encode(), digest_size=6).digest() for seed in seeds)
         pairs = zip(prompts, map(int.from_bytes, digests), strict=True)

@@ -61,7 +61,7 @@ def generate(
     uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
     with _sampling(live, temperature):
         reader, tokens, logs = _reader(live), list[Tensor](), list[Tensor]()
-        logits = reader.begin(texts, [BASE] * n, longest, _largest(max(map(len, texts)), device))
+        logits = reader.begin(texts, [BASE] * n, longest, _largest_of_ranks(max(map(len, texts)), device))
         lengths = torch.zeros(n, dtype=torch.int64, device=device)
         ended = torch.zeros(n, dtype=torch.bool, device=device)
         for index in range(longest):
@@ -73,13 +73,13 @@ def generate(
             lengths += ~ended
             ended |= torch.isin(chosen, ending)
             heartbeat.mark()
-            if index % AGREED_EVERY == AGREED_EVERY - 1 and not _largest(~ended.all(), device):
+            if index % AGREED_EVERY == AGREED_EVERY - 1 and not _largest_of_ranks(~ended.all(), device):
                 break
     rows = zip(torch.stack(tokens, 1).tolist(), torch.stack(logs, 1).cpu(), lengths.tolist(), strict=True)
     return [Completion(own[:length], log[:length]) for own, log, length in rows]
 
 
-def _largest(number: int | Tensor, device: torch.device) -> int:
+def _largest_of_ranks(number: int | Tensor, device: torch.device) -> int:
     """The largest of all ranks' numbers. Waits for the devices."""
     whole = torch.as_tensor(number, dtype=torch.int64, device=device)
     dist.all_reduce(whole, dist.ReduceOp.MAX)

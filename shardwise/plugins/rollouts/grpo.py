@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint
-from shardwise.plugins.preferences.reference import REFERENCE
+from shardwise.plugins.preferences.reference import REFERENCE_ROLE
 from shardwise.plugins.rollouts.advantages import group_advantages, kl_divergence, policy_loss
 from shardwise.plugins.rollouts.objective import RolloutObjective
 from shardwise.plugins.rollouts.source import Rollouts, Tables
@@ -43,7 +43,7 @@ class GroupPolicyGradient(RolloutObjective):
         policy, valid = self.log_probabilities(blueprint, model, batch), batch["labels"] != IGNORED
         losses = self.corrected(policy_loss(policy, batch["advantages"]), policy, batch)
         if self.how:
-            divergence = kl_divergence(policy, batch[REFERENCE])
+            divergence = kl_divergence(policy, batch[REFERENCE_ROLE])
             losses = losses + self.beta * divergence
             note("kl", divergence.detach().where(valid, 0).sum(), valid.sum())
         self.note_rollout(batch, policy.detach())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.engine.run import Run
 from shardwise.engine.sampling import Prompts, Repeated, Sampler, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, LossSum, SampleShapes
-from shardwise.plugins.preferences.reference import REFERENCE, Referenced
+from shardwise.plugins.preferences.reference import REFERENCE_ROLE, Referenced
 from shardwise.plugins.rollouts.advantages import truncated_ratio
 from shardwise.plugins.rollouts.endpoint import Endpoint
 from shardwise.plugins.rollouts.generation import generate, rehearse
@@ -54,7 +54,7 @@ class RolloutObjective(Referenced, SamplingObjective):
             words = "whose weights do not follow training; its time and memory are not in the plan"
             self.plan_notes = (f"completions are from {asked.endpoint}, {words}",)
         if self.how:
-            self.values = (*self.values, REFERENCE)
+            self.values = (*self.values, REFERENCE_ROLE)
         own = ("reward_deviation", "completion_length", "truncated", "entropy", "mismatch")
         self.measures = (*self.rewards.measures, *own, *("kl",) * bool(self.how))
         rows: SampleShapes = dict.fromkeys(("lengths", "ended", "present"), ((), torch.int64))
@@ -92,7 +92,7 @@ class RolloutObjective(Referenced, SamplingObjective):
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
         """The reference's log-probabilities of a rollout."""
-        return {REFERENCE: rollouts.computed(tables, self._referred)} if self.how else {}
+        return {REFERENCE_ROLE: rollouts.computed(tables, self._referred)} if self.how else {}
 
     def _referred(self, passes: ForwardOnly, batches: Sequence[Batch]) -> list[Tensor | None]:
         """The reference's log-probabilities of micro-batches."""

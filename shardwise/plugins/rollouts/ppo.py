@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly
 from shardwise.model.value_head import log_probabilities_and_values
-from shardwise.plugins.preferences.reference import REFERENCE
+from shardwise.plugins.preferences.reference import REFERENCE_ROLE
 from shardwise.plugins.rollouts.advantages import (
     clipped_loss,
     clipped_value_loss,
@@ -54,7 +54,7 @@ class PPO(RolloutObjective):
         last = valid & ~F.pad(valid[:, 1:], (0, 1))
         rewards = torch.zeros_like(old).masked_scatter(last, tables["rewards"][valid.any(1), 0].to(old))
         if self.how:
-            rewards = rewards - self.beta * (old - tables[REFERENCE])
+            rewards = rewards - self.beta * (old - tables[REFERENCE_ROLE])
         advantages, returns = generalised_advantages(rewards, state, valid, self._gamma, self._lambda)
         if self._whiten:
             advantages = whitened(advantages, valid)
@@ -80,7 +80,7 @@ class PPO(RolloutObjective):
         self.note_rollout(batch, batch[OLD])
         noted = {"clipped": clipped, "value_error": errors}
         if self.how:
-            noted["kl"] = batch[OLD] - batch[REFERENCE]
+            noted["kl"] = batch[OLD] - batch[REFERENCE_ROLE]
         for name, values in noted.items():
             note(name, values.detach().where(valid, 0).sum(), valid.sum())
         return losses, valid.sum()

@@ -52,7 +52,7 @@ class RewardInput:
         return [cuts.decode(prompt) for prompt in self.prompts], [cuts.decode(own) for own in known]
 
 
-Reward = Callable[[RewardInput], Sequence[float]]
+RewardFunction = Callable[[RewardInput], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class NamedReward:
 
     name: str
     weight: float
-    function: Reward
+    function: RewardFunction
     key: str = "rewards"
 
     def of(self, given: RewardInput) -> list[float]:
@@ -114,11 +114,11 @@ def rewards_of(spec: ObjectiveSpec) -> Rewards:
     weights = spec.reward_weights or (1.0,) * len(named)
     rewards = list(map(NamedReward, map(str, map(without_folder, named)), weights, map(_of_function, named)))
     if spec.reward_model is not None:
-        rewards.append(NamedReward(spec.reward_model, 1.0, _of_model(spec.reward_model), "reward_model"))
+        rewards.append(NamedReward(spec.reward_model, 1.0, _model_reward(spec.reward_model), "reward_model"))
     return Rewards(rewards)
 
 
-def _of_function(name: str) -> Reward:
+def _of_function(name: str) -> RewardFunction:
     function = resolve(name, "objective.rewards")
     why = "" if callable(function) else f"its type is {type(function).__name__}"
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
@@ -129,7 +129,7 @@ def _of_function(name: str) -> Reward:
     return lambda given: function(*map(list, given.texts), **given.fields)
 
 
-def _of_model(folder: str) -> Reward:
+def _model_reward(folder: str) -> RewardFunction:
     """The score of a trained reward model, whose weights are read when it is first asked, in fp32 on the host."""
     from shardwise.plugins.preferences.scoring import load_reward_model, require_scores
 

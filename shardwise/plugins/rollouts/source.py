@@ -43,7 +43,7 @@ KEPT = 2
 ROW, COLUMN = "row", "column"
 """Where the tokens of a micro-batch are in the tables of its rollout."""
 
-HELD_OUT = 2**62
+EVALUATION_NUMBER = 2**62
 """In the place of the number of a rollout: every evaluation has the same random numbers."""
 
 
@@ -147,7 +147,7 @@ class Rollouts:
         records, most = self.prompts.held_out_records(name), self.spec.size // self.spec.group
         batches = []
         for first in range(0, len(records), most):  # no more completions at once than in a rollout
-            tables = self._completed(records[first : first + most], HELD_OUT + first)
+            tables = self._completed(records[first : first + most], EVALUATION_NUMBER + first)
             tables |= self.added(self, tables)
             batches += self.micro_batches(tables, range(len(tables["labels"])))
         return batches

@@ -11,7 +11,7 @@ from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import make_plan
 from shardwise.plugins.scaling.budget import BudgetChoice, BudgetSearch, Limit
-from shardwise.plugins.scaling.family import family_of, sizes
+from shardwise.plugins.scaling.family import family_of, family_sizes
 from shardwise.plugins.scaling.law import Law
 from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.noise_scale import NoiseScale, noise_scale
@@ -49,7 +49,7 @@ def find_budget(
         return make_plan(of_size(recipe, dimensions).model_copy(update={"steps": steps}), cluster)
 
     rate = _UTILISATION * cluster.world_size * cluster.device.peak_flops("bf16")
-    search = BudgetSearch(sizes(family_of(recipe.model)), limit, law, planned, rate)
+    search = BudgetSearch(family_sizes(family_of(recipe.model)), limit, law, planned, rate)
     return search.best(served)
 
 

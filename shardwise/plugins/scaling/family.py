@@ -62,7 +62,7 @@ def family_of(spec: ModelSpec) -> Dimensions:
     return dimensions
 
 
-def sizes(pattern: Dimensions) -> list[Dimensions]:
+def family_sizes(pattern: Dimensions) -> list[Dimensions]:
     """The family from about 0.1 million to a trillion parameters, by size, in steps of about 12 %.
 
     Of several depths and widths of about one size, the one with the published aspect ratio is taken.
@@ -84,13 +84,13 @@ def _widths() -> Iterator[int]:
     width = _WIDTH_RANGE[0]
     while width <= _WIDTH_RANGE[1]:
         yield width
-        quantum = _from(_HEAD_WIDTHS, width) * _from(_HEADS, width)
+        quantum = _step_value(_HEAD_WIDTHS, width) * _step_value(_HEADS, width)
         width = (width // quantum + 1) * quantum
 
 
 def sized(pattern: Dimensions, width: int, layers: int) -> Dimensions:
     """The family's model of a width, which is a multiple of its head width, and a depth."""
-    heads = width // _from(_HEAD_WIDTHS, width)
+    heads = width // _step_value(_HEAD_WIDTHS, width)
     grouped = pattern.kv_heads < pattern.heads
     kv_heads = max(n for n in range(1, pattern.kv_heads + 1) if heads % n == 0) if grouped else heads
     quantum = 256 if width >= 1024 else 32
@@ -111,6 +111,6 @@ def aspect(width: int) -> float:
     return _ASPECTS[-1][1]
 
 
-def _from(steps: tuple[tuple[int, int], ...], width: int) -> int:
+def _step_value(steps: tuple[tuple[int, int], ...], width: int) -> int:
     """The value that holds for a width."""
     return next(value for least, value in reversed(steps) if width >= least)

@@ -92,7 +92,7 @@ def _law_from(name: str, values: Mapping[str, Any]) -> Law:
         case "ratio":
             ratio = _positive(values["tokens_per_parameter"], "tokens_per_parameter")
             scale = (FLOPS_PER_PARAMETER * ratio) ** -0.5
-            return PowerLaw(name, source, scale, 0.5, _losses(values), fitted)
+            return PowerLaw(name, source, scale, 0.5, _loss_law(values), fitted)
         case other:
             raise ValueError(f"kind must be parametric, table or ratio, found {other!r}")
 
@@ -114,10 +114,10 @@ def _power_law(name: str, source: str, values: Mapping[str, Any], fitted: Fitted
     scale, exponent = log_log_fit([flops for _, flops, _ in rows], [parameters for parameters, _, _ in rows])
     if not 0 < exponent < 1:
         raise ValueError(f"rows must grow: parameters ~ FLOPs^{exponent:.3g}")
-    return PowerLaw(name, source, scale, exponent, _losses(values), fitted, tuple(rows))
+    return PowerLaw(name, source, scale, exponent, _loss_law(values), fitted, tuple(rows))
 
 
-def _losses(values: Mapping[str, Any]) -> ParametricLaw:
+def _loss_law(values: Mapping[str, Any]) -> ParametricLaw:
     """The parametric law that predicts an allocation's loss."""
     name = values["loss"]
     if name in names():

@@ -29,7 +29,7 @@ def run_points(folders: Sequence[Path]) -> list[TrainedPoint]:
     recipes = [run.settings() for run in runs]
     _refuse_mixtures(runs, recipes)
     held_out = all(run.outcome is not None and run.outcome.held_out_loss is not None for run in runs)
-    return [_point(run, held_out) for run in runs]
+    return [_trained_point(run, held_out) for run in runs]
 
 
 def _refuse_mixtures(runs: Sequence[RunRecord], recipes: Sequence[Recipe]) -> None:
@@ -43,7 +43,7 @@ def _refuse_mixtures(runs: Sequence[RunRecord], recipes: Sequence[Recipe]) -> No
             raise DataError("runs of different data", where=str(run.folder), why=why)
 
 
-def _point(run: RunRecord, held_out: bool) -> TrainedPoint:
+def _trained_point(run: RunRecord, held_out: bool) -> TrainedPoint:
     outcome = run.outcome
     if outcome is None:
         fix = "run shardwise train again, which resumes it"

@@ -14,7 +14,7 @@ from shardwise.data.tokenizer import Tokenizer
 
 _BEFORE = 8
 """Number of prompt tokens that are decoded together with the first new tokens."""
-_HALF = "\ufffd"
+_INCOMPLETE = "\ufffd"
 """The replacement character: incomplete characters decode to it."""
 
 
@@ -33,7 +33,7 @@ class Writer:
         self._tokens.append(token)
         decode = self._tokenizer.decode
         known, longer = decode(self._tokens[self._from : self._shown]), decode(self._tokens[self._from :])
-        if longer.endswith(_HALF) and len(self._tokens) - self._shown < _BEFORE:
+        if longer.endswith(_INCOMPLETE) and len(self._tokens) - self._shown < _BEFORE:
             return ""
         # Decode again only as many earlier tokens as can change the text.
         self._from, self._shown = self._shown, len(self._tokens)

@@ -107,7 +107,7 @@ def preference_measures(
     """
     recipe = checkpoint_of(model)[0] if (model / RECIPE).is_file() else None
     scoring = _scoring_of(model, recipe, options)
-    data = _pairs(recipe, source, scoring)
+    data = _opened_pairs(recipe, source, scoring)
     device = next(scoring.model.parameters()).device
     collected = Measures(scoring.objective.measures, device)
     count = min(len(data), options.sequences or len(data))
@@ -141,7 +141,7 @@ def _batches(data: Preferences, count: int, size: int) -> Iterator[tuple[int, Ba
         yield len(rows), {n: t[..., :longest] if t.dim() == 3 else t for n, t in batch.items()}
 
 
-def _pairs(recipe: Recipe | None, source: str, scoring: _Scoring) -> Preferences:
+def _opened_pairs(recipe: Recipe | None, source: str, scoring: _Scoring) -> Preferences:
     """The pairs of a source; a run's own settings say how they are read."""
     read = {"source": source, "sequence_length": scoring.length, "held_out": 0.0, "packing": False}
     read |= {"mixture": None, "stream_window": None, "format": "preference", "too_long": "cut"}
@@ -162,16 +162,16 @@ def _scoring_of(folder: Path, recipe: Recipe | None, options: EvaluationOptions)
     length = options.sequence_length or (recipe.data.sequence_length if recipe else length)
     chosen = chosen_adapter(opened, options)
     served.bank.select([chosen])
-    spec = _spec_of(recipe, chosen, options)
+    spec = _scoring_spec(recipe, chosen, options)
     scored = (recipe or _recipe_of_folder(folder)).model_copy(update={"objective": spec})
-    objective = _objective(scored)
+    objective = _scoring_objective(scored)
     if not spec.reads_reference:
         return _Scoring(opened.blueprint, opened.model, opened.tokenizer, length, objective, spec)
     objective = objective.with_reference("precomputed")
 
     def without_adapter(batch: Batch) -> Batch:
         served.bank.select([BASE])
-        values = _values(objective, opened.blueprint, opened.model, batch)
+        values = _precomputed_values(objective, opened.blueprint, opened.model, batch)
         served.bank.select([chosen])
         return values
 
@@ -186,7 +186,7 @@ def _scoring_of(folder: Path, recipe: Recipe | None, options: EvaluationOptions)
     )
 
 
-def _spec_of(recipe: Recipe | None, chosen: str, options: EvaluationOptions) -> ObjectiveSpec:
+def _scoring_spec(recipe: Recipe | None, chosen: str, options: EvaluationOptions) -> ObjectiveSpec:
     """What scores pairs."""
     own = recipe.objective if recipe is not None else None
     if options.adapter is None and own is not None:
@@ -197,7 +197,7 @@ def _spec_of(recipe: Recipe | None, chosen: str, options: EvaluationOptions) -> 
     return ObjectiveSpec(name="dpo") if chosen != BASE else _LOG_PROBABILITY
 
 
-def _objective(recipe: Recipe) -> TrainingObjective:
+def _scoring_objective(recipe: Recipe) -> TrainingObjective:
     spec = recipe.objective
     assert spec is not None and spec.name is not None
     objective = require_plugin(OBJECTIVES[spec.name], _WHERE).objective(recipe)
@@ -226,10 +226,12 @@ def _first_model(
     (blueprint,) = objective.with_reference("copy").frozen_models().values()
     model = reference_model(blueprint, recipe.seed, dtype).to(serving_device(device))
     model.eval().requires_grad_(False)
-    return lambda batch: _values(objective, blueprint, model, batch)
+    return lambda batch: _precomputed_values(objective, blueprint, model, batch)
 
 
-def _values(objective: TrainingObjective, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Batch:
+def _precomputed_values(
+    objective: TrainingObjective, blueprint: Blueprint, model: nn.Module, batch: Batch
+) -> Batch:
     return {
         name: objective.of_reference(blueprint, model, part(batch))
         for name, part in objective.precomputed().items()
@@ -262,4 +264,4 @@ def _reward_model(folder: Path, recipe: Recipe | None, options: EvaluationOption
         raise RecipeError("the model's folder has no tokenizer", where=str(folder), fix=fix)
     spec = (recipe.objective if recipe else None) or ObjectiveSpec(name="reward")
     scored = (recipe or _recipe_of_folder(folder)).model_copy(update={"objective": spec})
-    return _Scoring(opened.blueprint, opened.model, tokenizer, length, _objective(scored), spec)
+    return _Scoring(opened.blueprint, opened.model, tokenizer, length, _scoring_objective(scored), spec)

@@ -12,7 +12,7 @@ from shardwise.core.json_file import checked, text_of
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 from shardwise.plugins.calibration import kernels, run
 from shardwise.plugins.calibration.collectives import collective_curves
-from shardwise.plugins.calibration.rank import AXES, Task
+from shardwise.plugins.calibration.rank import SETTINGS_OF_AXIS, Task
 from shardwise.plugins.calibration.steps import (
     TimedStep,
     around_collectives,
@@ -89,7 +89,7 @@ def test_two_steps_tell_the_host_from_the_bytes(around: float, waiting: float) -
 
 
 def test_axes_are_those_of_the_mesh() -> None:
-    assert AXES.keys() <= {axis.name for axis in MESH_AXES}
+    assert SETTINGS_OF_AXIS.keys() <= {axis.name for axis in MESH_AXES}
 
 
 def test_what_a_rank_is_told_and_finds_goes_through_files() -> None:

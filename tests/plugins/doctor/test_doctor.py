@@ -22,7 +22,7 @@ from shardwise.core.units import GiB, MiB
 from shardwise.hardware import this_machine as machine
 from shardwise.hardware.profiles import PROFILES
 from shardwise.plugins.doctor import checks, inspection, speed
-from shardwise.plugins.doctor.checks import DeviceSpeed, Diagnosis, Speeds, examine, judge, render
+from shardwise.plugins.doctor.checks import DeviceSpeed, Diagnosis, Speeds, all_checks, examine, render
 from shardwise.plugins.doctor.inspection import (
     Device,
     Disk,
@@ -62,14 +62,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdicts(facts: Facts, speeds: Speeds = Speeds()) -> dict[str, str]:  # noqa: B008 (immutable)
-    return {check.name: check.verdict for check in judge(facts, speeds)}
+    return {check.name: check.verdict for check in all_checks(facts, speeds)}
 
 
 def test_a_healthy_machine() -> None:
     found = verdicts(HEALTHY, Speeds((FULL_SPEED,), (1e9, 1e-4)))
     assert set(found.values()) == {"good"}
     assert {"python", "torch", "memory", "disk", "gloo", "loopback", "gpu 0", "gpu 0 speed"} <= set(found)
-    assert all(not check.advice for check in judge(HEALTHY, Speeds((FULL_SPEED,))))
+    assert all(not check.advice for check in all_checks(HEALTHY, Speeds((FULL_SPEED,))))
 
 
 GPU_TORCH = HEALTHY.torch
@@ -111,7 +111,7 @@ def test_each_ailment_is_found_and_only_it(name: str, verdict: str, changes: Map
     found = verdicts(facts)
     assert found[name] == verdict
     assert [check for check, said in found.items() if said != "good"] == [name]
-    diagnosis = Diagnosis(facts, Speeds(), tuple(judge(facts, Speeds())))
+    diagnosis = Diagnosis(facts, Speeds(), tuple(all_checks(facts, Speeds())))
     assert diagnosis.healthy == (verdict != "bad")
     assert diagnosis.exit_code == (7 if verdict == "bad" else 0)
     advice = next(check.advice for check in diagnosis.checks if check.name == name)
@@ -125,7 +125,7 @@ def test_each_ailment_is_found_and_only_it(name: str, verdict: str, changes: Map
 
 def test_the_order_of_attention_backends_is_shown() -> None:
     facts = replace(HEALTHY, torch=replace(GPU_TORCH, devices=(H100,)))
-    shown = next(check.found for check in judge(facts, Speeds(())) if check.name == "gpu 0")
+    shown = next(check.found for check in all_checks(facts, Speeds(())) if check.name == "gpu 0")
     assert shown.endswith("attention cudnn, flash, efficient (not measured)")
 
 
@@ -146,7 +146,7 @@ def test_a_device_that_computes_nothing_is_bad(profile: str | None) -> None:
     """As with a build of torch that has no kernels for it; also where nothing is known that it should reach."""
     facts = replace(HEALTHY, torch=replace(GPU_TORCH, devices=(replace(H100, profile=profile),)))
     none = DeviceSpeed("gpu 0", memory_bandwidth=3e12, problem="no kernel image is available")
-    found = {check.name: check for check in judge(facts, Speeds((none,)))}["gpu 0 speed"]
+    found = {check.name: check for check in all_checks(facts, Speeds((none,)))}["gpu 0 speed"]
     assert (found.verdict, found.found) == ("bad", none.problem)
     assert "torch build" in found.advice
     assert verdicts(facts, Speeds((DeviceSpeed("gpu 0"),)))["gpu 0 speed"] == "bad"
@@ -190,7 +190,7 @@ def test_the_limit_is_told() -> None:
     limited = replace(
         HEALTHY, memory=replace(HEALTHY.memory, limit=8 * GiB, usable=8 * GiB, available=7 * GiB)
     )
-    check = next(check for check in judge(limited, Speeds()) if check.name == "memory")
+    check = next(check for check in all_checks(limited, Speeds()) if check.name == "memory")
     assert check.verdict == "good" and "cgroup limit 8.00 GiB" in check.found
 
 
@@ -214,7 +214,7 @@ def test_this_machine_without_measuring(tmp_path: Path) -> None:
 
 def test_rendering_shows_every_check() -> None:
     facts = replace(HEALTHY, disk=replace(HEALTHY.disk, free=MiB, folder="/a[bold]b"))
-    diagnosis = Diagnosis(facts, Speeds((FULL_SPEED,)), tuple(judge(facts, Speeds((FULL_SPEED,)))))
+    diagnosis = Diagnosis(facts, Speeds((FULL_SPEED,)), tuple(all_checks(facts, Speeds((FULL_SPEED,)))))
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     render(diagnosis, console)
     text = console.export_text()

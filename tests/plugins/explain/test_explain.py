@@ -106,7 +106,7 @@ def test_figures_of_a_model_are_in_the_units_of_a_plan(capsys: pytest.CaptureFix
 def test_explain_shows_every_value(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.plugins.explain.counting.CHECKPOINTING", ("none", "full"))
+    monkeypatch.setattr("shardwise.plugins.explain.counting.SHOWN_KINDS", ("none", "full"))
     assert run(["explain", "checkpointing", "--depth", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["none", "full"] and found["full"]["blocks"] == 3

@@ -35,7 +35,7 @@ def exploration(recipe_path: Path) -> Exploration:
     """All singles and some pairs of changes, on all devices of the kind. Session-wide: it takes minutes."""
     with pytest.MonkeyPatch.context() as patched:
         explored = Exploration(recipe_path, [], "small")
-        patched.setattr(grid, "MOST_POINTS", GROUPS * len(explored.devices))
+        patched.setattr(grid, "MAX_PAGE_POINTS", GROUPS * len(explored.devices))
         explored.fill(math.inf, lambda: None)
     return explored
 

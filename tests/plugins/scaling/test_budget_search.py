@@ -11,14 +11,14 @@ import pytest
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan, StepEstimate
 from shardwise.plugins.scaling.budget import BudgetChoice, BudgetSearch, Limit, six_nd
-from shardwise.plugins.scaling.family import sized, sizes
+from shardwise.plugins.scaling.family import family_sizes, sized
 from shardwise.plugins.scaling.files import read_law
 from shardwise.plugins.scaling.law import ParametricLaw
 from shardwise.plugins.scaling.repetition import DataConstrained
 from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.presets import PRESETS
 
-FAMILY = sizes(PRESETS["llama-3-8b"])
+FAMILY = family_sizes(PRESETS["llama-3-8b"])
 TOKENS = 2**22
 RATE = 4e17
 """FLOPs per second of a cluster: about a thousand H100."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from shardwise.core.errors import RecipeError
-from shardwise.plugins.scaling.family import family_of, sized, sizes
+from shardwise.plugins.scaling.family import family_of, family_sizes, sized
 from shardwise.recipe.dimensions import check_dimensions
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import ModelSpec
@@ -16,7 +16,7 @@ from shardwise.recipe.sections import ModelSpec
 @pytest.mark.parametrize("name", ["tiny", "gpt2-124m", "llama-3-8b"])
 def test_every_size_is_a_valid_model_that_shards(name: str) -> None:
     pattern = PRESETS[name]
-    for made in sizes(pattern):
+    for made in family_sizes(pattern):
         check_dimensions(made)
         assert made.heads % 2 == 0 and made.ffn % 32 == 0
         assert (made.vocab, made.tied, made.family) == (pattern.vocab, pattern.tied, pattern.family)
@@ -28,7 +28,7 @@ def test_every_size_is_a_valid_model_that_shards(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2-124m", "llama-3-8b"])
 def test_sizes_grow_in_small_steps(name: str) -> None:
-    parameters = [made.parameters for made in sizes(PRESETS[name])]
+    parameters = [made.parameters for made in family_sizes(PRESETS[name])]
     assert parameters[-1] > 1e12
     steps = [large / small for small, large in pairwise(parameters)]
     assert min(steps) > 1
@@ -38,10 +38,10 @@ def test_sizes_grow_in_small_steps(name: str) -> None:
 def test_the_family_has_the_shapes_of_published_models() -> None:
     """Llama 3 8B itself; GPT-3's 13B (40 layers of 5120) and 175B (96 of 12288) within two layers."""
     llama = PRESETS["llama-3-8b"]
-    assert llama in sizes(llama)
+    assert llama in family_sizes(llama)
     assert sized(llama, 4096, 32) == llama
     for layers, width in ((40, 5120), (96, 12288)):
-        near = [made.layers for made in sizes(PRESETS["gpt2-124m"]) if made.width == width]
+        near = [made.layers for made in family_sizes(PRESETS["gpt2-124m"]) if made.width == width]
         assert any(abs(each - layers) <= 2 for each in near)
 
 
