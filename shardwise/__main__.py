@@ -15,8 +15,6 @@ if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] in ("", os
 import signal
 from types import FrameType
 
-INTERRUPTED = 130
-
 
 def main() -> None:
     """Run the command line of this process."""
@@ -38,7 +36,7 @@ def main() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     os.write(2, b"error: interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(128 + number)  # as a shell reports a process that a signal ended
 
 
 if __name__ == "__main__":

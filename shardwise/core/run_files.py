@@ -12,6 +12,9 @@ from shardwise.core.json_file import Seconds, Size
 from shardwise.core.ledger import Ledger
 from shardwise.core.pipeline.schedule import Action, PassKind, Played
 
+EVENTS = "events.jsonl"
+"""A line for each event of the guard, such as a spike or a rewind."""
+
 Which: TypeAlias = Literal["latest", "best"]
 """The newest complete checkpoint of a run, or the one with the best value of ``checkpoint.best``."""
 

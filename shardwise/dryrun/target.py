@@ -26,6 +26,7 @@ from shardwise.dryrun.ctc import CTC
 from shardwise.dryrun.onednn import KERNELS, with_workspaces
 from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
+from shardwise.runtime.accumulation import at_least_fp32
 from shardwise.runtime.attention.backend import MATH, BackendOrder, call_of, usable_backends
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
@@ -212,7 +213,7 @@ def _fused_rms_norm(
 
 def _rms_norm_in_parts(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     """What a compiler takes the norm apart into, to fuse it with its neighbours."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = at_least_fp32(x)
     least = torch.finfo(x.dtype).eps if eps is None else eps
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + least)
     return (scaled if weight is None else scaled * weight).to(x.dtype)

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.accumulation import accumulation_dtype
 from shardwise.runtime.grouped_products import plan_grouped_products
 from shardwise.runtime.parallel.experts import divisible_experts
 from shardwise.runtime.parallel.shard_slices import local_part
@@ -168,7 +169,7 @@ class AdaptedExperts(nn.Module):
 
 def row_norms(weight: Tensor) -> Tensor:
     """Row norms of matrices [.., o, i], computed in at least fp32, returned in their dtype."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = accumulation_dtype(weight.dtype)
     # One memory layout, so that equal weights have bit-equal norms.
     return torch.linalg.vector_norm(weight.contiguous(), dim=-1, dtype=wide).to(weight.dtype)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import CheckpointError
 from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_MAGNITUDE, EXPERT_PACKED, AdaptedExperts
 from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear
+from shardwise.runtime.accumulation import at_least_fp32
 
 ReadTensor = Callable[[str], Tensor]
 """Reads a whole tensor by canonical name."""
@@ -188,7 +189,3 @@ def added_bias(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:
         if layer.lora_B.bias is not None
         else torch.zeros(())
     )
-
-
-def at_least_fp32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -24,6 +24,7 @@ from shardwise.model.files.native_folder import scoring_folder
 from shardwise.model.initial import fill_normal
 from shardwise.model.native import NativeModel
 from shardwise.model.stage import Stage
+from shardwise.runtime.accumulation import at_least_fp32
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.parallel.tensor import Split, TensorPlan
 
@@ -44,10 +45,6 @@ def values(blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
     """The number at every token of a batch, [b, s] in fp32 (fp64 in fp64): of this rank's tokens."""
     numbers = blueprint.logits(model, batch["input_ids"], batch.get("positions"), batch.get("starts"))
     return at_least_fp32(numbers.squeeze(-1))
-
-
-def at_least_fp32(numbers: Tensor) -> Tensor:
-    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 def score_layer(width: int) -> nn.Linear:

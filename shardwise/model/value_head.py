@@ -22,8 +22,8 @@ from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.model.decoder import Decoder
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.native import NativeModel
-from shardwise.model.scalar_head import at_least_fp32
 from shardwise.model.stage import Stage
+from shardwise.runtime.accumulation import at_least_fp32
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 from shardwise.runtime.parallel.tensor import Split, TensorPlan
 

@@ -21,12 +21,12 @@ from shardwise.recipe.sections import AdapterSpec, OptimizerSpec, Recipe
 from shardwise.technique import (
     DIGITS,
     MICRO_BATCH_SIZE,
-    ORDER,
     REMEDIES,
-    SETTINGS,
     UNSHARDED,
     broken_rules,
+    candidates_of,
     case_of,
+    setting_of,
     strategy_from,
 )
 
@@ -100,7 +100,7 @@ class Trials:
 
     def _other_values(self, predictor: Predictor, pins: Sequence[str]) -> Iterator[Mapping[str, object]]:
         """Values of a single pin that no remedy sets; nothing in particular for others."""
-        setting = next(setting for setting in SETTINGS if setting.key == pins[0])
+        setting = setting_of(pins[0])
         if len(pins) > 1 or setting.key in SETTING_TRIES[0] or setting is MICRO_BATCH_SIZE:
             yield {}
             return
@@ -121,8 +121,7 @@ def _candidates(predictor: Predictor, key: str, strategy: Strategy | None = None
     recipe, cluster = predictor.recipe, predictor.cluster
     strategy = strategy or strategy_from(recipe.strategy)
     case = case_of(strategy, cluster.world_size, recipe, cluster.devices_per_node)
-    owned = ((technique, setting) for technique in ORDER for setting in technique.settings)
-    return next(technique.candidates(setting, case) for technique, setting in owned if setting.key == key)
+    return candidates_of(setting_of(key), case)
 
 
 def _possible(predictor: Predictor, values: Mapping[str, object]) -> Strategy:

@@ -16,11 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from shardwise.core.counted import TOKENS, Units
-from shardwise.core.run_files import StepRecord
+from shardwise.core.run_files import EVENTS, StepRecord
 from shardwise.report.notation import COLOURS, measure_label, unit_for
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, loss_title, thinned
 
-EVENTS = "events.jsonl"
 MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out of memory")
 """Events that are shown; overflows and single odd steps are ordinary."""
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.accumulation import accumulation_dtype
 from shardwise.runtime.cross_entropy import log_sum_exp, softmax_gradient
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
@@ -233,7 +234,7 @@ def _losses(
 
     The sum over the vocabulary is a running one.
     """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    wide = accumulation_dtype(hidden.dtype)
     log_sums = hidden.new_full((hidden.shape[0],), -math.inf, dtype=wide)
     picked = torch.zeros_like(log_sums)
     for part in _vocabulary_chunks(weight.shape[0]):

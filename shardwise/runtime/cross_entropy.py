@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.runtime.accumulation import accumulation_dtype, at_least_fp32
 from shardwise.runtime.compiled import compiled_on_call, seconds_compiling
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
 
@@ -33,13 +34,13 @@ _ELEMENTS = 2**17
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
-    return logits.to(_wide(logits)).logsumexp(1)
+    return at_least_fp32(logits).logsumexp(1)
 
 
 def _softmax_gradient(logits: Tensor, log_sums: Tensor, index: Tensor, scale: Tensor, own: Tensor) -> Tensor:
     """As PyTorch's compiler fuses it: the label's column is known by comparison."""
     columns = torch.arange(logits.shape[1], device=logits.device)
-    probability = (logits.to(_wide(logits)) - log_sums.unsqueeze(1)).exp() * scale.unsqueeze(1)
+    probability = (at_least_fp32(logits) - log_sums.unsqueeze(1)).exp() * scale.unsqueeze(1)
     pulled = torch.where(columns == index.unsqueeze(1), probability - own.unsqueeze(1), probability)
     return pulled.to(logits.dtype)
 
@@ -56,10 +57,6 @@ def _softmax_gradient_by_rows(
     for rows, log_sum, label, weight, pull, target in zip(*pieces, strict=True):
         probability = (rows - log_sum).exp_().mul_(weight)
         target.copy_(probability.scatter_add_(1, label, -pull))
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _rows_at_once(logits: Tensor) -> int:
@@ -107,7 +104,7 @@ _LOSS_LIBRARY.impl("log_sum_exp", _compiled_log_sum_exp, "CUDA")
 _LOSS_LIBRARY.impl("softmax_gradient", _compiled_softmax_gradient, "CUDA")
 torch.library.register_fake(
     "shardwise::log_sum_exp",
-    lambda logits: logits.new_empty(logits.shape[0], dtype=_wide(logits)),
+    lambda logits: logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype)),
     lib=_LOSS_LIBRARY,
 )
 torch.library.register_fake("shardwise::softmax_gradient", lambda *_: None, lib=_LOSS_LIBRARY)

@@ -137,6 +137,18 @@ def refuse_unsupported(
             )
 
 
+def setting_of(key: str) -> Setting[Any]:
+    """The setting with this key of the strategy section."""
+    return next(setting for setting in SETTINGS if setting.key == key)
+
+
+def candidates_of(setting: Setting[Any], case: Case) -> tuple[object, ...]:
+    """The values that the planner may choose for a technique's setting."""
+    return next(
+        tuple(technique.candidates(setting, case)) for technique in ORDER if setting in technique.settings
+    )
+
+
 def native(strategy: Strategy, device: DeviceProfile, pinned: Mapping[str, object]) -> bool:
     """Whether this device has units for every dtype that the strategy asks for, except by its ``pinned`` values."""
     return all(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import STATES, Wrapping
 from shardwise.technique.precision import PRECISION
-from shardwise.technique.rules import Case, Rule
+from shardwise.technique.rules import Rule
 from shardwise.technique.site import Site
 
 OPTIMIZER_IN_BACKWARD: Setting[bool] = Setting(
@@ -25,12 +25,6 @@ OPTIMIZER_IN_BACKWARD: Setting[bool] = Setting(
     choices=(False, True),
     compared=(False, True),
 )
-
-
-def _clips(case: Case) -> bool:
-    spec = case.recipe.optimizer
-    clips = spec.clip_norm is not None or spec.adaptive_clip is not None
-    return case.strategy[OPTIMIZER_IN_BACKWARD] and clips
 
 
 RULES: tuple[Rule, ...] = (
@@ -45,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="optimizer_in_backward",
         reason="the norm to clip by is known only when every parameter has been updated",
-        broken=_clips,
+        broken=lambda case: case.strategy[OPTIMIZER_IN_BACKWARD] and case.clips,
         fix="set optimizer.clip_norm and optimizer.adaptive_clip to null",
     ),
     Rule(

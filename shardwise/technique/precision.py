@@ -125,6 +125,7 @@ class Precision(Wrapping):
     def apply(self, site: Site) -> None:
         import torch
 
+        from shardwise.runtime.accumulation import accumulation_dtype
         from shardwise.runtime.torch_private import cast_floats
 
         compute = {
@@ -134,7 +135,7 @@ class Precision(Wrapping):
             "fp8": torch.bfloat16,  # but for the layers of technique/float8.py
             "fp64": torch.float64,
         }[site.strategy[PRECISION]]
-        wide = torch.promote_types(compute, torch.float32)
+        wide = accumulation_dtype(compute)
         storage = wide if site.strategy[MASTER_WEIGHTS] else compute
         site.options.dtypes = Dtypes(
             storage=storage,

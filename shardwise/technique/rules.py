@@ -58,6 +58,11 @@ class Case:
         return math.prod(degree for axis, degree in self.degrees.items() if selects(axis))
 
     @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped by the norm of all parameters."""
+        return self.recipe.optimizer.clip_norm is not None or self.recipe.optimizer.adaptive_clip is not None
+
+    @property
     def model_ranks(self) -> int:
         """Devices that together compute one replica of the model."""
         return self.ranks(lambda axis: True)

@@ -31,6 +31,7 @@ from shardwise.hardware.kinds import kind_of
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.accumulation import accumulation_dtype
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.torch_private import tree_map_only
 from shardwise.technique import Digits, digits_of
@@ -99,7 +100,7 @@ class MixedPrecision:
         self._blueprint, self._device = blueprint, device
         digits = digits_of(strategy)
         self.compute = COMPUTE_DTYPES[digits.compute]
-        self._wide = torch.promote_types(self.compute, torch.float32)
+        self._wide = accumulation_dtype(self.compute)
         self._model = reference_model(blueprint, recipe.seed, self._wide).to(device)
         self._loss = ReferenceLoss(blueprint, recipe.seed, self.compute, device)
         if moved:

@@ -17,6 +17,7 @@ from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, row_slices
 from shardwise.engine.optim.moment_storage import Moments
 from shardwise.engine.optim.optimizer import Rate, UpdateRule
 from shardwise.engine.optim.rounding import Keys, position_keys, random_bits, to_bf16
+from shardwise.runtime.accumulation import accumulation_dtype
 from shardwise.runtime.parallel.shard_slices import local_slices
 
 
@@ -57,7 +58,7 @@ class ChunkedRule:
 
     def _updated(self, stored: Chunk, rate: Rate, skip: Tensor) -> Chunk:
         """The chunk in fp32, or wider where its weights are, after an update."""
-        wide = torch.promote_types(stored.weight.dtype, torch.float32)
+        wide = accumulation_dtype(stored.weight.dtype)
         state = {name: self.moments.read(stored.state, name).to(wide) for name in self.names}
         state[STEP] = stored.state[STEP].clone()  # the rule counts up the clone
         read = replace(stored, weight=stored.weight.to(wide), grad=stored.grad.to(wide), state=state)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +11,7 @@ from shardwise.core.json_file import read_json, text_of
 from shardwise.hardware.measured import MeasuredSpeeds
 from shardwise.hardware.this_machine import threads_of, usable_cores
 from shardwise.plugins.calibration.task import FOUND, TASK, Task
-from shardwise.plugins.doctor.speed import loopback_interface
+from shardwise.plugins.doctor.speed import start_rank
 
 PROCESSES = (1, 2, 4)
 CPU_DTYPES = ("fp32", "bf16")
@@ -57,7 +55,10 @@ def _measured_by_ranks(task: Task, processes: int, threads: int) -> MeasuredSpee
     with tempfile.TemporaryDirectory(prefix="shardwise-calibration-") as name:
         folder = Path(name)
         (folder / TASK).write_text(text_of(task), encoding="utf-8")
-        workers = [_start(rank, processes, threads, folder) for rank in range(processes)]
+        workers = [
+            start_rank(_RANK, (rank, processes, folder), threads, stdout=subprocess.DEVNULL)
+            for rank in range(processes)
+        ]
         try:
             _wait_for(workers, _QUICK_TIMEOUT if task.quick else _TIMEOUT)
         finally:
@@ -82,18 +83,3 @@ def _wait_for(workers: list[subprocess.Popen[str]], timeout: float) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"no answer within {timeout:.0f} s")
         time.sleep(0.05)
-
-
-def _start(rank: int, processes: int, threads: int, folder: Path) -> subprocess.Popen[str]:
-    package = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-    if (loopback := loopback_interface()) is not None:
-        environment["GLOO_SOCKET_IFNAME"] = loopback
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", _RANK, str(rank), str(processes), str(folder)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,7 @@ def link_speed(processes: int = 2, timeout: float = _LINK_TIMEOUT) -> LinkSpeed:
     Raises RuntimeError with the last line of a process that failed, or after ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-link-") as folder:
-        workers = [_start(rank, processes, folder) for rank in range(processes)]
+        workers = [start_rank(__name__, (rank, processes, folder), threads=1) for rank in range(processes)]
         try:
             deadline = time.monotonic() + timeout
             outputs = [
@@ -151,16 +151,19 @@ def loopback_interface() -> str | None:
     return "lo0" if sys.platform == "darwin" else None
 
 
-def _start(rank: int, processes: int, folder: str) -> subprocess.Popen[str]:
+def start_rank(
+    module: str, arguments: Sequence[object], threads: int, stdout: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """A local process that runs a module of the package, and whose gloo communicates over loopback."""
     package = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     if (loopback := loopback_interface()) is not None:
         environment["GLOO_SOCKET_IFNAME"] = loopback
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(rank), str(processes), folder],
+        [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)],
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )

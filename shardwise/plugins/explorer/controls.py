@@ -18,7 +18,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import read_recipe
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, case_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, candidates_of, case_of
 
 STRATEGY = "strategy."
 
@@ -205,14 +205,14 @@ def _settings(
     cases = [first]
     for technique in ORDER:
         for setting in technique.settings:
-            values = candidates(setting, first, recipe, cluster)
+            values = values_next_to(setting, first, recipe, cluster)
             cases += [
                 first.with_values(**{setting.key: value}) for value in values if value != first[setting]
             ]
     for technique in ORDER:
         for setting in technique.settings:
             listed = [strategy[setting] for strategy in strategies]
-            listed += [value for case in cases for value in candidates(setting, case, recipe, cluster)]
+            listed += [value for case in cases for value in values_next_to(setting, case, recipe, cluster)]
             listed += extra(setting)
             alike = [value for value in setting.alike if value != first[setting]]
             same = alike if first[setting] in setting.alike else []
@@ -222,15 +222,13 @@ def _settings(
             yield setting.key, tuple(values)
 
 
-def candidates(
+def values_next_to(
     setting: Setting[Any], strategy: Strategy, recipe: Recipe, cluster: Cluster
 ) -> Sequence[object]:
     """What the planner may choose for a setting next to the others of a strategy; none where it only has a default."""
     alone = strategy.with_values(**{setting.key: setting.default})
     case = case_of(alone, cluster.world_size, recipe, cluster.devices_per_node)
-    return next(
-        tuple(technique.candidates(setting, case)) for technique in ORDER if setting in technique.settings
-    )
+    return candidates_of(setting, case)
 
 
 def extra(setting: Setting[Any]) -> list[Any]:

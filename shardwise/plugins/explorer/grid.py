@@ -13,9 +13,9 @@ from typing import Any
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Setting, Strategy
 from shardwise.hardware.cluster import Cluster, cluster_of
-from shardwise.plugins.explorer.controls import STRATEGY, Control, Workload, Workloads, candidates, extra
+from shardwise.plugins.explorer.controls import STRATEGY, Control, Workload, Workloads, extra, values_next_to
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import DIGITS, MICRO_BATCH_SIZE, ORDER, SETTINGS, broken_rules, layout_of
+from shardwise.technique import DIGITS, MICRO_BATCH_SIZE, ORDER, SETTINGS, broken_rules, layout_of, setting_of
 
 Change = Mapping[str, Any]
 """Values of controls, by key, that differ from the plan's."""
@@ -80,7 +80,7 @@ class PointGrid:
         strategy = self._settled(strategy, named, recipe, cluster)
         if any(broken_rules(strategy, cluster.world_size, recipe)):
             return PointGroup(workload, strategy)
-        if any(self._idle(_setting(key), strategy, recipe, cluster) for key in named):
+        if any(self._idle(setting_of(key), strategy, recipe, cluster) for key in named):
             return None
         share = -(-recipe.batch_size // layout_of(strategy, cluster.world_size).data_degree)
         if strategy[MICRO_BATCH_SIZE] > share:
@@ -111,13 +111,13 @@ class PointGrid:
     def _idle(self, setting: Setting[Any], strategy: Strategy, recipe: Recipe, cluster: Cluster) -> bool:
         if setting is MICRO_BATCH_SIZE:
             return False
-        listed = (setting.default, *extra(setting), *candidates(setting, strategy, recipe, cluster))
+        listed = (setting.default, *extra(setting), *values_next_to(setting, strategy, recipe, cluster))
         return strategy[setting] not in listed
 
     def _natural(
         self, setting: Setting[Any], strategy: Strategy, recipe: Recipe, cluster: Cluster
     ) -> Sequence[object]:
-        return candidates(setting, strategy, recipe, cluster) or (setting.default,)
+        return values_next_to(setting, strategy, recipe, cluster) or (setting.default,)
 
     # -- the order of changes -----------------------------------------------------------------------
 
@@ -161,8 +161,8 @@ class PointGrid:
         """By how much later a change is predicted; None where it does nothing next to the plan's other settings."""
         if control.setting in ("", MICRO_BATCH_SIZE.key):
             return 0
-        setting = _setting(control.setting)
-        few = candidates(setting, self._plain, self.workloads.recipe, self.workloads.cluster)
+        setting = setting_of(control.setting)
+        few = values_next_to(setting, self._plain, self.workloads.recipe, self.workloads.cluster)
         if setting.key in DIGITS:
             return _ROUNDING
         return 0 if value in few else _RARE if few or value in extra(setting) else None
@@ -170,7 +170,3 @@ class PointGrid:
 
 def _of_workload(first: Change, second: Change) -> int:
     return sum(_OTHERS for key in (*first, *second) if not key.startswith(STRATEGY))
-
-
-def _setting(key: str) -> Setting[Any]:
-    return next(setting for setting in SETTINGS if setting.key == key)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.run_files import EVENTS
 from shardwise.core.units import format_seconds
 from shardwise.report.charts import series_charts
 from shardwise.report.page import head_values, page_values
 from shardwise.report.record import RunRecord, StepLines, read_run
-from shardwise.report.series import EVENTS, MOST_MARKS, marks
+from shardwise.report.series import MOST_MARKS, marks
 from shardwise.report.template import policy, rendered
 
 _PAGE = ("plan.json", "report.json", "recipe.yaml")

@@ -16,13 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwise.data.unpaired import MISMATCHED
 from shardwise.model.blueprint import Batch, Blueprint, ForwardOnly, SampleShapes
 from shardwise.plugins.preferences.reference import REFERENCE_ROLE, ReferenceObjective
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.runtime.measures import note
-
-MISMATCHED = "kl_"
-"""Begins the names of the tensors of mismatched answers."""
 
 _KL, _ROWS = "kl", ("input_ids", "labels", "document", "positions")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.accumulation import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,7 @@ def sampled(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         uniform: fp64 [n], in [0, 1).
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    logs = logits.to(wide).log_softmax(-1)
+    logs = at_least_fp32(logits).log_softmax(-1)
     cumulative = logs.double().exp().cumsum(-1)
     aimed = uniform.unsqueeze(1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, aimed, right=True).clamp(max=logits.shape[1] - 1)

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.accumulation import accumulation_dtype
 from shardwise.runtime.parallel.attention_kernels import kernels_for, padding_for
 from shardwise.runtime.torch_private import group_named
 
@@ -76,7 +77,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str) -> 
     here = torch.stack((k, v))  # [2, b, k, s/n, d]
     coming = _RingTransfer(here, group)
     out, logarithms = kernels.forward(q, k, v, True, scale)
-    out, logarithms = out.to(_wide(q)), logarithms.contiguous()
+    out, logarithms = out.to(accumulation_dtype(q.dtype)), logarithms.contiguous()
     for step in range(1, ranks):
         here = coming.wait()
         if step + 1 < ranks:
@@ -109,7 +110,7 @@ def _backward(
     scale: float,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group, kernels, wide = group_named(group_name), kernels_for(q), _wide(q)
+    group, kernels, wide = group_named(group_name), kernels_for(q), accumulation_dtype(q.dtype)
     rank, ranks, half = dist.get_rank(group), group.size(), q.shape[2] // 2
     here = torch.stack((k, v))
     coming = _RingTransfer(here, group)
@@ -166,11 +167,6 @@ class _RingTransfer:
             work.wait()
         del self._sent
         return self._arriving
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {

@@ -69,11 +69,6 @@ def _endless(case: Case) -> bool:
     return case.strategy[PIPELINE_PARALLEL] > 1 and case.strategy[PIPELINE_SCHEDULE] == "pipedream"
 
 
-def _clips(case: Case) -> bool:
-    spec = case.recipe.optimizer
-    return spec.clip_norm is not None or spec.adaptive_clip is not None
-
-
 def _rewinds(case: Case) -> bool:
     return case.recipe.guard.rewinds > 0 or case.recipe.guard.snapshot_every is not None
 
@@ -170,7 +165,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         key="pipeline_schedule",
         reason="the norm to clip by is that of all stages, which are not at the same step under pipedream",
-        broken=lambda case: _endless(case) and _clips(case),
+        broken=lambda case: _endless(case) and case.clips,
         fix="set optimizer.clip_norm and optimizer.adaptive_clip to null, or take 1f1b",
     ),
     Rule(

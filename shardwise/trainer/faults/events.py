@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import one_line, shorten
+from shardwise.core.run_files import EVENTS
 from shardwise.data import Data
 
-NAME = "events.jsonl"
 TEXTS = 32
 """Largest number of samples whose text an event shows."""
 
@@ -26,7 +26,7 @@ class EventFile:
     """Appends events; ``fresh`` empties the file first."""
 
     def __init__(self, folder: Path, fresh: bool) -> None:
-        self._file = (folder / NAME).open("w" if fresh else "a", encoding="utf-8", buffering=1)
+        self._file = (folder / EVENTS).open("w" if fresh else "a", encoding="utf-8", buffering=1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
