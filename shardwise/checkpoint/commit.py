@@ -99,6 +99,7 @@ def publish(staged: Path, content: Manifest, keep: int) -> Path:
         os.fsync(file.fileno())
     sync_folder(staged)
     final = folder / f"step-{content.state.step}"
+    # A rename does not replace a folder with files.
     replaced = _rename_retired(final) if final.exists() else None
     try:
         staged.rename(final)

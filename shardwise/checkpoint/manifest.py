@@ -52,6 +52,7 @@ ITEM_BYTES: Mapping[str, int] = {
 MOST_DIMS = 16
 
 _SHARD_FILE = re.compile(r"(weights|optimizer)-\d{5,}\.safetensors")
+# Of each step one name, without leading zeros, and no number beyond 63 bits.
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d{0,17})")
 
 
@@ -117,7 +118,7 @@ class TensorEntry:
         """The dtype is known, and the pieces cover each element of the tensor once."""
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"{self.dtype!r} is not a dtype of a checkpoint")
-        if len(self.shape) > MOST_DIMS or math.prod(self.shape) >= 2**60:
+        if len(self.shape) > MOST_DIMS or math.prod(self.shape) >= 2**60:  # of 8 bytes each, 2**63 bytes
             raise ValueError("a tensor is too large")
         for piece in self.pieces:
             inside = len(piece.offsets) == len(piece.sizes) == len(self.shape) and all(

@@ -120,6 +120,7 @@ def _layout_of(items: Sequence[WriteItem]) -> tuple[list[WriteItem], bytes, int]
         "format": "pt",
     }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format allows spaces after the header: tensors begin at a multiple of 8 bytes.
     return ordered, text + b" " * (-len(text) % 8), end
 
 
@@ -151,7 +152,7 @@ def _items_by_file(plan: SavePlan) -> dict[str, list[WriteItem]]:
 def _file_bytes(items: Sequence[WriteItem]) -> int:
     """Bytes of the file that ``write_shard`` would write."""
     _, header, end = _layout_of(items)
-    return 8 + len(header) + end
+    return 8 + len(header) + end  # the header's length takes 8 bytes
 
 
 class ShardWriter(StorageWriter):

@@ -133,6 +133,7 @@ class CachingAllocator:
         pool = self._pools.get((stream, small))
         if pool is None:
             pool = self._pools[stream, small] = Pool(small)
+        # The order of malloc in CUDACachingAllocator.cpp.
         block = self._best_fit(pool, size) or self._new(pool, size)
         if block is None and self._release_oversize(pool, size):
             block = self._new(pool, size)
@@ -179,12 +180,14 @@ class CachingAllocator:
                 index += 1
         block = blocks[index][2]
         unsplit = self.options.max_split_size
+        # As get_free_block: unsplit blocks are for large requests that nearly fill them.
         if size < unsplit <= block.size or (size >= unsplit and block.size >= size + LARGE_SEGMENT):
             return None
         pool.take(block)
         return block
 
     def _splits(self, block: MemoryBlock, size: int) -> bool:
+        # As should_split.
         left = block.size - size
         if block.pool.small or self.options.expandable_segments:
             return left >= MIN_BLOCK

@@ -86,6 +86,7 @@ def _moved_bytes(name: str, args: tuple[Any, ...], out: Any, distinct: Collectio
     """Bytes that one call reads and writes: all of its tensors, except where it touches only a part of one."""
     if name.startswith(TEMPLATED):
         return tensor_bytes(tensors_in(out))
+    # It copies the shards into one part of its output.
     if name == "fsdp::all_gather_copy_in":
         return 2 * tensor_bytes(args[0])
     if name not in _LOOKUPS and name not in _SCATTERS:
@@ -93,6 +94,7 @@ def _moved_bytes(name: str, args: tuple[Any, ...], out: Any, distinct: Collectio
     others = [tensor for tensor in distinct if tensor is not args[0]]
     if name in _LOOKUPS:  # reads as much of the table as it returns
         return tensor_bytes(others) + tensor_bytes(tensors_in(out))
+    # It reads and writes as much of the table as it adds.
     return tensor_bytes(others) + 2 * tensor_bytes(args[-1:])
 
 

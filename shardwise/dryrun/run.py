@@ -183,6 +183,7 @@ def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clus
         modules, fake = RunningModule(site.view.model), StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
         kernels = target.kernels(cluster.devices_per_node, cluster.device.attention)
+        # Seeds of the step do not change the generators of the process that plans.
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), kernels, modules:
             step = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
         trace = _trace(tracker, step.start, cluster) if history and target.caches else None

@@ -241,7 +241,7 @@ class Tracker(DispatchMode):
             return device
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented
+            return NotImplemented  # DTensor then calls operations on local tensors
         if func is reading_a_value() and current_phase() in _READING:
             return value_of(args[0])
         name = func.name()

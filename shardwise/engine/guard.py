@@ -181,11 +181,12 @@ def _heights(spec: GuardSpec, memory: GuardState, seen: Seen) -> dict[str, float
 
 
 def _log(norm: float) -> float:
-    return math.log(max(norm, 1e-30))
+    return math.log(max(norm, 1e-30))  # 0 has no logarithm
 
 
 def _height(value: float, recent: Sequence[float], middle: float, least: float, threshold: float) -> float:
     deviation = _TO_DEVIATION * median(abs(other - middle) for other in recent)
+    # Of a window of losses of 0 the other two limits are 0.
     return (value - middle) / max(least, threshold * deviation, 1e-12)
 
 

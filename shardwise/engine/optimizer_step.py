@@ -53,6 +53,7 @@ class AfterBackward(OptimizerStep):
         norm = square.sqrt() / scale.value
         skip = 1 - (norm.isfinite() & loss.isfinite()).to(torch.float32)
         if scale.active or limits.active:
+            # 1e-6 as in torch.nn.utils.clip_grad_norm_.
             factor = (limits.value(norm) / (norm + 1e-6)).clamp(max=1.0) / scale.value
             scale_gradients(live.model.parameters(), factor)
         limits.update(norm, skip if self.void is None else skip.maximum(self.void))

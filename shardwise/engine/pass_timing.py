@@ -75,7 +75,7 @@ class Spans:
         """The time of day at a mark."""
         if self._device is None:
             return float(self._clock + mark - self._origin)
-        return float(self._clock + self._origin.elapsed_time(mark) / 1000)
+        return float(self._clock + self._origin.elapsed_time(mark) / 1000)  # in milliseconds
 
 
 def _time_of_day() -> tuple[float, float]:

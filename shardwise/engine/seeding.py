@@ -13,7 +13,8 @@ def seed_step(seed: int, index: int, rank: int) -> None:
 
     Dropout draws from torch's, and optimizers of libraries from those of Python and NumPy, too.
     """
+    # Distinct for up to 1,000,003 steps of a seed and 65,537 ranks.
     value = ((seed * 1_000_003 + index) * 65_537 + rank) % 2**63
     torch.manual_seed(value)
     random.seed(value)
-    np.random.seed(value % 2**32)
+    np.random.seed(value % 2**32)  # NumPy takes 32 bits

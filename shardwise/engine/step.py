@@ -61,7 +61,7 @@ def step(run: Run, batches: Sequence[Batch], learning_rate: float, skip: Tensor 
 
 def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
     """From the gradients of a step, its valid targets and its mean loss to the update."""
-    scale = run.loss_scale.value.clone()
+    scale = run.loss_scale.value.clone()  # finish() changes it in place
     norm, skipped = run.update.finish(loss)
     used, load = run.update.capacity_used, _expert_load(run, skipped)
     room = None if run.options.capacity is None else run.options.capacity.factor

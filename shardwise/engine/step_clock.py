@@ -59,7 +59,9 @@ class PhaseClock:
         self._marks.append((name, event))
 
     def _between(self, begin: Any, end: Any) -> float:
-        return float(end - begin if self._device is None else begin.elapsed_time(end) / 1000)
+        return float(
+            end - begin if self._device is None else begin.elapsed_time(end) / 1000
+        )  # in milliseconds
 
 
 class OperationClock(TorchDispatchMode):

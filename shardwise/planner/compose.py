@@ -283,7 +283,7 @@ class StepComposer:
     def _time(
         self, terms: Sequence[_Term], layout: Layout, count: int, share: Share
     ) -> tuple[StepTime, dict[str, list[float]]]:
-        weights = np.array([1.0, 1.0, float(count > 1), float(max(0, count - 2))])
+        weights = np.array([1.0, 1.0, float(count > 1), float(max(0, count - 2))])  # as _KINDS
         seconds = np.zeros((len(_KINDS), len(_PHASES), TIME_COLUMNS))
         calls: dict[int, Floats] = {}
         for term in terms:

@@ -63,6 +63,7 @@ def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float
     if shards <= _MAX_RANKS:
         return counted(shards)
     one, few = counted(1), counted(_MAX_RANKS)
+    # Bytes of a rank are replicated + sharded / ranks: solved for both from two probes.
     sharded = (one - few) / (1 - 1 / _MAX_RANKS)
     return one - sharded + sharded / shards
 
@@ -111,6 +112,7 @@ def _bytes_per_parameter(
     recipe = recipe_of(_PROBE).model_copy(update={"optimizer": optimizer, "batch_size": ranks})
     if frozen is not None:
         recipe = recipe.model_copy(update={"adapter": AdapterSpec(rank=1, quantize=frozen)})
+    # The difference of two depths is that of one block: embeddings and the head cancel out.
     (fewer, *few), (more, *many) = (_state_bytes(recipe, strategy, node, ranks, depth) for depth in (2, 3))
     trained, fixed = (many[i] - few[i] for i in (0, 1))
     if frozen is None:

@@ -135,6 +135,7 @@ class Predictor:
         """Whether the lower bound is within the budget. Records the candidate when it is not."""
         layout = self.layout(strategy)
         samples = self._sample_bytes(layout)
+        # An upper bound first: the lower one takes dry runs of probes.
         most = sum(self.parameter_counts) * MOST_PER_PARAMETER * share_of_states(layout)
         if most + samples <= self.budget_bytes or (least := self.least_bytes(strategy)) <= self.budget_bytes:
             return True

@@ -57,6 +57,7 @@ class ReadAhead(Generic[T, R]):
         self._results: dict[int, R] = {}
         self._children: dict[Connection, tuple[int, BaseProcess]] = {}
         self._marks = mmap.mmap(-1, max(1, len(self._tasks)))
+        # This process takes a core and a task.
         count = min(MAX_CHILDREN, usable_cores() - 1, len(self._tasks) - 1) - len(_children)
         if count > 0 and sys.platform == "linux" and not multiprocessing.current_process().daemon:
             self._fork(count)
@@ -131,6 +132,7 @@ class ReadAhead(Generic[T, R]):
         code = 1
         try:
             torch.set_num_threads(1)  # the parent's other threads do not exist here
+            # Output of a child would mix with that of the parent.
             silence = os.open(os.devnull, os.O_WRONLY)
             for stream in (1, 2):
                 os.dup2(silence, stream)
@@ -143,7 +145,7 @@ class ReadAhead(Generic[T, R]):
                     connection.send((number, self._run(self._tasks[number])))
             code = 0
         finally:
-            os._exit(code)
+            os._exit(code)  # without the parent's exit handlers and buffered output
 
 
 @contextmanager

@@ -33,7 +33,7 @@ _ROUNDED_ZERO = 2**-10
 """Gradients of q and k are 0 where a query sees one key, and have a norm of about √(width / keys) elsewhere."""
 
 _replaced: list[str] = []
-_wrong_kernel_listeners: list[Callable[[], None]] = []
+_check_listeners: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def trusted(check: KernelCheck) -> bool:
         error = _measured_error(check)
         if error != math.inf:  # the memory may have run out, which says nothing of the kernel
             store(path, repr(error).encode())
-        for listener in _wrong_kernel_listeners:
+        for listener in _check_listeners:
             listener()
     if error <= KERNEL_TOLERANCES[check.dtype]:  # False for NaN
         return True
@@ -74,7 +74,7 @@ def trusted(check: KernelCheck) -> bool:
 
 def after_each_check(listener: Callable[[], None]) -> None:
     """Call this after every comparison that ran, such as to forget its memory."""
-    _wrong_kernel_listeners.append(listener)
+    _check_listeners.append(listener)
 
 
 def newly_replaced() -> list[str]:

@@ -160,8 +160,10 @@ class StaticFakeMode(FakeTensorMode):
             dispatch_device=True,
             device_for_backend_keys=device,
         )
+        # As FakeTensor.__new__: reading memory that does not exist raises.
         torch._C._set_throw_on_mutable_data_ptr(made)
         if device not in self._attributes:
+            # Those of this release of PyTorch; they are the same for all fake tensors of a device.
             self._attributes[device] = dict(FakeTensor(self, meta_tensor, device).__dict__)
         made.__dict__.update(self._attributes[device])
         return made

@@ -171,9 +171,12 @@ class ZeRO(Dividing):
         def before_micro_batch(last: bool, index: int) -> None:
             for module in members[index]:
                 if stage in (0, 1):
+                    # Nothing is reduced before the last micro-batch.
                     module.set_requires_gradient_sync(last, recurse=False)
                 else:
+                    # Shards are reduced in every micro-batch, copies in the last one.
                     module.set_requires_all_reduce(last, recurse=False)
+                # The next micro-batch computes with the same gathered weights.
                 if not reshard:
                     module.set_reshard_after_backward(last, recurse=False)
 
@@ -247,7 +250,9 @@ def _shard(site: Site, reshard: bool) -> None:
 
 def _sum_instead_of_average(modules: Sequence[nn.Module]) -> None:
     for module in cast("Sequence[FSDPModule]", modules):
+        # The loss is divided by the targets of the whole batch, so gradients are summed over ranks.
         module.set_gradient_divide_factor(1.0)
+        # FSDP2 would scale by PREMUL_SUM, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
 
 

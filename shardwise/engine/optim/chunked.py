@@ -68,6 +68,7 @@ class ChunkedRule:
     def _position_keys(self, chunk: Chunk, weights: Tensor) -> Keys:
         """Keys of the rows and columns of a chunk's weights [rows, rest]."""
         number = (chunk.state[STEP] + 1).to(torch.int64)
+        # Steps are 2^40 apart, so no row or column has the key of one in another step.
         seed = (number << 40) + self.seed * 1_000_003 % 2**62
         rows = slice(chunk.first, chunk.first + weights.shape[0])
         return position_keys(*_positions(chunk.parameter, rows, weights.device), seed)

@@ -39,6 +39,7 @@ class FusedAdamW:
     def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
         weights, gradients = [c.weight for c in chunks], [c.grad for c in chunks]
         means, squares, steps = ([c.state[name] for c in chunks] for name in _ADAM_STATE)
+        # found_inf is for GradScaler: if it is 1, the kernel changes nothing, and the host need not know.
         varying = {"lr": rate.learning_rate, "weight_decay": rate.weight_decay, "found_inf": skip}
         self._kernel(weights, gradients, means, squares, [], steps, **varying)
 
@@ -74,7 +75,7 @@ class FusedSGD:
             [c.state.get("momentum") for c in chunks],
             fused=True,
             found_inf=skip,
-            weight_decay=0.0,
+            weight_decay=0.0,  # decayed above: SGD of torch adds the decay to the gradient, and so to the momentum
             momentum=self.momentum,
             lr=rate.learning_rate,
             dampening=0.0,

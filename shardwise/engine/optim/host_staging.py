@@ -53,6 +53,7 @@ class Staging:
             carve(self._grads[slot], 0, grad.shape, grad.dtype),
         )
         went = self._went[slot]
+        # The last chunk of this slot may still be on its way back.
         if self._down is not None and went is not None:
             self._down.wait_event(went)
         with _on_stream(self._down):

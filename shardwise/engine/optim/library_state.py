@@ -205,6 +205,7 @@ class ParameterState:
                 forms = [self._form(x) if owner.is_state and isinstance(x, Tensor) else x for x in leaves]
                 self._entries.append(_Entry(number, key, spec, forms))
         rows = sum(1 + len(entry.leaves) for entry in self._entries)
+        # fp64 holds floats of Python, and integers up to 2^53, exactly.
         self._numbers = torch.zeros(rows, 3, dtype=torch.float64)
         self.begin(owners)
 

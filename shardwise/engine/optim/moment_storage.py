@@ -124,14 +124,16 @@ class DynamicCode:
     def encoded(self, unit: Tensor) -> Tensor:
         """The uint8 codes of fp32 values, in their shape: the number of borders below each."""
         flat = unit.flatten()
-        cell = (flat.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+        cell = (flat.view(torch.int32) >> 16).bitwise_and_(0xFFFF)  # without copies of the sign bit
         codes = self._first.index_select(0, cell)
+        # A cell is narrower than the distance of borders, so there is at most one in it.
         return codes.add_(flat > self._border.index_select(0, cell)).view_as(unit)
 
 
 def _least_of_cells() -> Tensor:
     """The smallest float of each cell, fp32 [2^16]. A cell holds the floats with equal upper 16 bits."""
     bits = torch.arange(2**16, dtype=torch.int32) << 16
+    # Negative floats get smaller as their bits count up.
     return torch.minimum(bits.view(torch.float32), (bits | 0xFFFF).view(torch.float32))
 
 

@@ -55,4 +55,5 @@ def square_sum(
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients in place."""
     if pieces := [local(p.grad) for p in parameters if p.grad is not None]:
+        # Gradients of offloaded weights are in host memory.
         foreach_mul_(pieces, factor.to(pieces[0].device))

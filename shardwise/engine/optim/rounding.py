@@ -24,6 +24,7 @@ Keys = tuple[Tensor, Tensor]
 
 def position_keys(rows: Tensor, columns: Tensor, seed: Tensor) -> Keys:
     """Keys of positions in the whole parameter: int64 [r] and [c], with an int64 scalar."""
+    # Even and odd numbers: a row and a column of one parameter never hash the same one.
     return _splitmix64(2 * rows + seed)[:, None], _splitmix64(2 * columns + 1 + seed)
 
 
@@ -38,6 +39,7 @@ def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _splitmix64(x: Tensor) -> Tensor:
     """32 bits of splitmix64's output function, as int32."""
+    # PyTorch shifts int64 arithmetically. The masks take the copies of the sign bit away.
     x = x * _ODD[0]
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _ODD[1]
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _ODD[2]
@@ -49,5 +51,6 @@ def to_bf16(value: Tensor, bits: Tensor) -> Tensor:
 
     Infinities have no bits to drop. NaN passes through the plain conversion.
     """
+    # -65536 keeps the upper 16 bits.
     rounded = bits.add_(value.view(torch.int32)).bitwise_and_(-65536).view(torch.float32)
     return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)

@@ -281,5 +281,6 @@ def _require_same(first: dict[Any, Any], other: dict[Any, Any]) -> None:
 
 def _arbitrary(shape: torch.Size, like: Tensor, shift: int) -> Tensor:
     """Values between -1 and 1, a matrix of full rank, without a random generator."""
+    # Sines of equal steps would make a matrix of rank 2: sin(a + b) = sin a cos b + cos a sin b.
     count = torch.arange(shift, shift + shape.numel(), dtype=torch.float32, device=like.device)
     return count.square_().mul_(0.7391).sin_().to(like.dtype).view(shape)

@@ -166,6 +166,7 @@ def give_gradients(
     Generators of random numbers are seeded, too, as the trainer does in every step.
     """
     steady, chance = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + index)
+    # From 1/16 to 16: an optimizer that clips by a norm of its own does so in some of the steps.
     size = 4.0 ** (index % 5 - 2)
     for p in parameters.values():
         direction, noise = (_random_gradient(p.shape, generator) for generator in (steady, chance))
@@ -245,6 +246,7 @@ def _equal(a: Any, b: Any, limit: float) -> bool:
         if not a.is_floating_point() or a.dtype != b.dtype:
             return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         a, b = a.detach().double(), b.detach().double()
+        # Divided by 1e-300, whatever is not 0 differs from a tensor of zeros.
         scale = max(float(a.abs().nan_to_num().max()), 1e-300) if a.numel() else 1.0
         return a.shape == b.shape and torch.allclose(a / scale, b / scale, rtol=0, atol=limit, equal_nan=True)
     if isinstance(a, Real) and isinstance(b, Real):

@@ -68,6 +68,7 @@ class Pipelined(ForwardBackward):
         divisors = dict.fromkeys(range(len(batches)), tokens.clamp(min=1))
         step = Step(live, self._pipeline, dict(enumerate(batches)), divisors, mail)
         step.sees_loss = sees_loss
+        # A dict keeps the last backward pass of every stage.
         ends = {action.stage: action for action in order if action.kind != "F"}.values()
         with self._measured():
             for action in order:
@@ -266,6 +267,7 @@ class Step:
                 self.sees_loss(result)
         else:
             self.mail.send(action, result)
+        # Hidden states have been sent: the edge keeps their graph without their memory.
         whole = part.last or self.pipeline.splits_backward
         kept = _Kept(given, result if whole else get_gradient_edge(result))
         self._kept[action.stage, action.micro_batch] = kept

@@ -55,6 +55,7 @@ class Mail:
         if message is not None:
             tensor = tensor.detach().contiguous()
             group = self._channels[message.forward, message.wraps]
+            # Kept until it has been received: the transfer reads its memory.
             self._leaving[message] = tensor, dist.isend(tensor, group=group, group_dst=message.to)
 
     def _let_go(self, action: Action) -> None:

@@ -99,6 +99,7 @@ def _cudnn_takes(call: AttentionCall) -> bool:
 
 
 def _flash_takes(call: AttentionCall) -> bool:
+    # Flash attention's causal mask ends at the last key, PyTorch's begins at the first one.
     square = call.queries == call.keys or not call.causal
     return (
         call.dtype in _HALF and not call.masked and square and call.width == call.value_width <= _WIDEST_FLASH

@@ -67,6 +67,7 @@ def attention_error(call: AttentionCall, device: torch.device, names: Sequence[s
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (tensor.requires_grad_() for tensor in _random_qkv(call, generator))
     rows = _compared_rows(call.queries, device)
+    # Zero for the queries that are not compared: gradients of keys and values then need no others.
     slope = torch.zeros(1, call.heads, call.queries, call.value_width, dtype=call.dtype, device=device)
     shape = (*slope.shape[:2], len(rows), call.value_width)
     slope[:, :, rows] = torch.randn(shape, generator=generator, device=device).to(call.dtype)

@@ -234,7 +234,7 @@ class _BlockCall:
         size = storage.nbytes()
         return (
             size >= self.home.smallest
-            and size % tensor.element_size() == 0
+            and size % tensor.element_size() == 0  # its bytes become a view in its dtype again
             and storage_key(storage) not in self._fixed
         )
 
@@ -246,7 +246,7 @@ class _BlockCall:
         self.home.fetch(self.storages())
         self.home.stream.wait_for_copies()
         ahead, self._previous = self._previous, None
-        while ahead is not None and not ahead._saves:
+        while ahead is not None and not ahead._saves:  # it is never opened
             ahead = ahead._previous
         if ahead is not None:
             self.home.fetch(ahead.storages())

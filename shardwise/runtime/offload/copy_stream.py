@@ -62,6 +62,7 @@ class CopyStream:
 
     def take(self, size: int, device: torch.device) -> Tensor:
         """A host buffer of at least ``size`` bytes."""
+        # The pinned allocator rounds to powers of two in any case.
         rounded = 1 << (size - 1).bit_length()
         free = self._free.get(rounded)
         return free.pop() if free else host_bytes(rounded, device)

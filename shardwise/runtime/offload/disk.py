@@ -115,8 +115,10 @@ class ScratchFile:
 def _reserved_file(folder: Path, size: int) -> int:
     """Descriptor of a new unnamed file with ``size`` bytes allocated on the disk."""
     descriptor, path = tempfile.mkstemp(prefix="shardwise-", dir=folder)
+    # The file is freed with the process, also after a kill.
     os.unlink(path)
     try:
+        # A full disk is met here, not by a write within a step.
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
         os.close(descriptor)

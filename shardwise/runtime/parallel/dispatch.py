@@ -66,6 +66,7 @@ class Room:
         """Rows that a rank takes from each other one, and its pairs from all; ``experts`` are those of a rank."""
         pairs, most = tokens * chosen, tokens * ranks * min(chosen, experts)
         self.factor = min(self.factor, most / pairs)
+        # The part of the tokens that choose none of the experts of a rank, if they choose at random.
         missed = math.comb(experts * (ranks - 1), chosen) / math.comb(experts * ranks, chosen)
         rows = min(math.ceil(self.factor * tokens * (1 - missed)), tokens)
         return rows, min(math.ceil(self.factor * pairs), most)
@@ -110,6 +111,7 @@ def divide_experts(
                 why=f"it does not divide the {experts.num_experts} experts of a layer",
                 fix=f"the nearest that works is expert_parallel: {math.gcd(ranks.size, experts.num_experts)}",
             )
+        # transformers then takes the index num_experts for the experts of other ranks.
         experts.num_experts, experts._is_expert_parallel = experts.num_experts // ranks.size, True
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, _part(weight, mesh, experts.num_experts))
@@ -217,6 +219,7 @@ class Dispatch:
         number = self._exchange(self._numbers(index, token, capacity))
         choice, pair, expert, total = pairs_of(number, self.experts, room)
         self.room.see(total.to(torch.float32) / room)
+        # Room for every token is never exceeded.
         if capacity < tokens:
             self.room.see(most.to(torch.float32) / capacity)
         # A row without a token, and one without a pair, may have any contents.
@@ -255,6 +258,7 @@ def local_share(x: Tensor, ranks: TPGroup) -> Tensor:
     if missing := -x.shape[0] % ranks.size:
         x = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
     start, stop = ranks.span(x.shape[0])
+    # Indices of experts have no gradient.
     if not x.is_floating_point():
         return x[start:stop]
     return exchanged(x, lambda whole: whole[start:stop], ranks.all_gather)

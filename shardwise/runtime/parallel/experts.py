@@ -73,6 +73,7 @@ class DividedExperts:
             index = self.ranks.all_gather(index)
         entered = gathered if self.sequence_parallel else copied
         elsewhere = (index < self.start) | (index >= self.stop)
+        # transformers takes the index num_experts for the experts of other ranks.
         here = (index - self.start).masked_fill(elsewhere, self.stop - self.start)
         own = entered(weight, self.ranks).masked_fill(elsewhere, 0.0)
         return entered(x, self.ranks), here, own

@@ -83,6 +83,7 @@ class Replicas:
         buffer = torch.cat(
             [parameter.grad.reshape(-1) for parameter in present if parameter.grad is not None]
         )
+        # The buffer has them.
         for parameter in present:
             parameter.grad = None
         work = dist.all_reduce(buffer, group=self._process_group, async_op=True)

@@ -95,6 +95,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str) -> 
 
 def _merge(out: Tensor, logarithms: Tensor, more: Tensor, more_logarithms: Tensor) -> None:
     """Merge attention over more keys into ``out`` and ``logarithms``, in place."""
+    # exp(more) / (exp(more) + exp(own)), without exponentials that overflow.
     share = torch.sigmoid(more_logarithms - logarithms).unsqueeze(-1)
     out.lerp_(more.to(out.dtype), share)
     logarithms.copy_(torch.logaddexp(logarithms, more_logarithms))
@@ -128,6 +129,7 @@ def _backward(
             more = kernels.backward(gradient, q, *first, out, logarithms, causal=False, scale=scale)
         else:
             more = kernels.backward(*later[:2], *here, *later[2:], causal=False, scale=scale)
+        # Only now, so that the transfer overlaps with the products.
         sums = torch.zeros_like(here, dtype=wide) if behind is None else behind.wait()
         if step <= rank:
             dq += more[0]

@@ -203,6 +203,7 @@ def _shard_of(path: str, parameter: nn.Parameter, mesh: DeviceMesh, dim: int) ->
     if isinstance(parameter, DTensor):
         return parameter
     shape, size = list(parameter.shape), parameter.shape[dim]
+    # Parts are rounded up, as torch.chunk does, so the last ranks may get nothing.
     if -(-size // mesh.size()) * (mesh.size() - 1) >= size:
         raise RecipeError(
             f"tensor_parallel cannot be {mesh.size()}",

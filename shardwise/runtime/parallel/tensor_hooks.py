@@ -77,6 +77,7 @@ class ColumnInput:
         x, *rest = args
         if self._source is None or self._source() is not x:
             entered = (gathered if self.sequence_parallel else copied)(x, self.ranks)
+            # Weak: the input is not kept for a next call.
             self._source, self._left = weakref.ref(x), self.layers
             self._entered = entered, RegatheredInput(self.ranks)
         assert self._entered is not None
@@ -116,6 +117,7 @@ class VocabularyRows:
         ids, *rest = args
         start, stop = self.ranks.span(module.num_embeddings)
         self._elsewhere = (ids < start) | (ids >= stop)
+        # Others' ids look up row 0; ``after`` puts zeros in the place of the results.
         return ((ids - start).masked_fill(self._elsewhere, 0), *rest)
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class TPGroup:
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Reduce-scatter along the sequence."""
+        # The collective divides the first dim.
         parts = tensor.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()
         name = self.group.group_name
         return _waited(functional_collectives.reduce_scatter_tensor(parts, "sum", self.size, name)).squeeze(0)

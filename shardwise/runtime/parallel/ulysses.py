@@ -47,6 +47,7 @@ def ulysses_attention(
             fix=f"the nearest that works is sequence_parallel: {degree}"
             + (", or sequence_method: ring" if mask is None else ""),
         )
+    # The fewest copies of every key head that let the ranks divide them.
     repeats = ranks // math.gcd(ranks, k.shape[1])
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))

@@ -54,6 +54,7 @@ def _choice_with(choice: Choice, number: int, item: Item) -> Choice:
 
 def _undominated(choices: list[Choice], spacing: int) -> list[Choice]:
     """The choices in order of bytes. Each one saves more recomputation than the one before it."""
+    # Of equal size the best one first, which leaves the others out.
     choices.sort(key=lambda choice: (choice.size, (-choice.spared[0], -choice.spared[1])))
     frontier: list[Choice] = []
     for choice in choices:

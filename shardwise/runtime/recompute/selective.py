@@ -228,6 +228,7 @@ class Returning(TorchDispatchMode):
         self._kept.clear()  # results of operations that did not run again
 
     def _swap_generators(self) -> None:
+        # The second run draws what the first one drew; then generators go on where they were.
         for generator, state in self._kept.generators.items():
             self._kept.generators[generator] = generator.get_state()
             generator.set_state(state)

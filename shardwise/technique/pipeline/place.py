@@ -29,7 +29,7 @@ def stretch_of(schedule: str, ranks: int, stages_per_rank: int, count: int) -> S
     spent = step_time(
         schedule, ranks, stages_per_rank, played, lambda action: lengths[action.kind] / stages_per_rank
     )
-    longer = (spent + 3.0 * (count - played)) / (3.0 * count)
+    longer = (spent + 3.0 * (count - played)) / (3.0 * count)  # 3: both passes of a micro-batch
     flying = in_flight(orders(schedule, ranks, stages_per_rank, played)[0])
     return Stretch(longer, flying / (ranks * stages_per_rank))
 

@@ -355,6 +355,7 @@ def _notes(context: Context, pipeline: Pipeline) -> list[str]:
     notes = [f"blocks of the stages, balanced by FLOPs: {', '.join(map(str, pipeline.blocks))}"]
     if count < pipeline.ranks:
         lists = orders(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, count)
+        # A backward pass takes about twice the time of a forward pass.
         bubble = play(lists, lambda action: 2.0 if action.kind == "B" else 1.0).bubble
         notes.append(
             f"{count} micro-batches do not fill {pipeline.ranks} ranks: they wait for {100 * bubble:.0f} % of the"
