@@ -158,7 +158,7 @@ def test_operators_return_what_their_fakes_say(rows: int, transposed: bool, dim:
 @pytest.mark.parametrize("name", ["float8_scale", "float8_cast"])
 def test_the_compiled_steps_of_a_cast_change_no_bit(name: str) -> None:
     """The same compiler as on accelerators, another back end."""
-    compiled = float8._compiled_on_call(EMULATED[name])
+    compiled = float8.compiled_on_call(EMULATED[name])
     for rows in (32, 40):
         x = normal(rows, 48)
         factor = float8.scale(x, E4M3, None, False)[0]

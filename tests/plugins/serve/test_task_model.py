@@ -86,12 +86,12 @@ def test_answers_are_those_of_the_harness_s_own_model(folder: Path) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from shardwise.plugins.serve.evaluating import _opened_model
+    from shardwise.plugins.serve.evaluating import opened_model
     from shardwise.plugins.serve.multi_lora import BASE
     from shardwise.plugins.serve.task_model import TaskModel
 
     theirs = HFLM(pretrained=str(folder / "model"), device="cpu", dtype="float32", batch_size=2)
-    opened, served, length = _opened_model(folder / "model", EvaluationOptions())
+    opened, served, length = opened_model(folder / "model", EvaluationOptions())
     ours = TaskModel(opened, served, BASE, length, batch=2)
 
     def asked(kind: str, rows: list[tuple[Any, ...]]) -> list[Any]:
