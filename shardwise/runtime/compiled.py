@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.attention_kernels import planned_device
 from shardwise.runtime.same_code import Number, code_of, code_of_module, numbers_of, numbers_read
-from shardwise.runtime.stored_tensors import Place, put, storing
+from shardwise.runtime.stored_tensors import AttributePath, put, storing
 from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes, tree_flatten, tree_unflatten
 from shardwise.runtime.torch_private_compiler import Function, compiled
 
@@ -58,7 +58,7 @@ class _Compilation:
 
     run: Function
     result: TreeSpec
-    stored: Sequence[Place]
+    stored: Sequence[AttributePath]
     numbers: Mapping[Number, int]
     maker: CompiledForward
 
@@ -201,7 +201,7 @@ class CompiledForward:
     def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _CallForm) -> _Compilation:
         global _compile_seconds
         began = time.perf_counter()
-        results: list[tuple[TreeSpec, Sequence[Place]]] = []
+        results: list[tuple[TreeSpec, Sequence[AttributePath]]] = []
 
         def traced(*tensors: Tensor) -> tuple[Any, ...]:
             with self._holding(tensors[: len(self._weights or ())]), _as_traced():

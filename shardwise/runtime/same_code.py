@@ -60,7 +60,7 @@ def code_of_module(module: nn.Module, named: Collection[str], hooks: Sequence[st
         name: value
         for name, value in vars(module).items()
         # Numbers are compared apart (``numbers_read``): most modules store some that they never read.
-        if name in named and name not in _OF_MODULES and not _is_number(module, value)
+        if name in named and name not in MODULE_ATTRIBUTES and not _is_number(module, value)
     }
     tensor_names = (*module._parameters, *module._buffers)  # their values may differ
     children = dict(module.named_children())
@@ -119,7 +119,8 @@ def _is_number(module: nn.Module, value: Any) -> bool:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, without the one that changes what it computes."""
 
 
 class Same:
