@@ -31,7 +31,9 @@ from shardwise.model.blueprint import Batch, Blueprint, LossSum, TrainingObjecti
 from shardwise.model.lora import adapters_off
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.measures import Measures, collecting
+from shardwise.runtime.parallel.expert_load import FILLED_ROWS
 from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.runtime.parallel.vocabulary import IGNORED
 from shardwise.technique.site import Context, EngineOptions
 
 
@@ -110,10 +112,15 @@ class LiveModel:
 
     def local_batch(self, batch: Batch) -> Batch:
         """The part of a micro-batch of this rank's share that its model runs on."""
-        batch = self.objective.rows(batch)
+        whole = batch = self.objective.rows(batch)
         for transform in self.options.batch_transforms:
             batch = transform(batch)
-        return batch
+        if self.options.expert_load is None or self.blueprint.objective is None:
+            return batch
+        return {
+            **batch,
+            FILLED_ROWS: (whole["labels"] != IGNORED).any(-1),
+        }  # of a rank's part it would be another
 
     def local_batches(self, passes: ForwardBackward, batches: Iterable[Batch]) -> Iterable[Batch]:
         """``local_batch`` of all micro-batches, with what the objective needs of the whole step."""
@@ -122,7 +129,13 @@ class LiveModel:
 
     def loss(self, batch: Batch) -> LossSum:
         """The summed loss of a micro-batch of ``local_batch``, and its valid targets."""
+        self.begin_pass(batch)
         return loss_of(self.objective, self.blueprint, self.model, self.frozen, batch)
+
+    def begin_pass(self, batch: Batch) -> None:
+        """Before each forward pass of a micro-batch of ``local_batch``."""
+        if self.options.expert_load is not None:
+            self.options.expert_load.begin(batch)
 
     def count(self, batch: Batch) -> Tensor:
         """The valid targets of a micro-batch of ``local_batch``."""

@@ -173,6 +173,7 @@ class MixedPrecision:
             batches = self._loss.prepared(self._model, batches)
         for batch in batches:
             with self._autocast, _own_kernels(self._model, self._device, self.compute):
+                self._biases.begin(batch)
                 loss, targets = self._loss(self._model, batch)
             total, count = total + loss.item(), count + int(targets)
             # Without labels the targets of later micro-batches are not known yet. So the first stands for all, and

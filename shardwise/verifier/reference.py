@@ -128,6 +128,7 @@ def train_reference(
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
         for batch in loss_function.prepared(model, batches):
+            biases.begin(batch)
             loss, targets = loss_function(model, batch)
             loss.backward()
             total, count = total + loss.item(), count + int(targets)

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.blueprint import Batch
+from shardwise.runtime.parallel.vocabulary import IGNORED
+
 
 class PlainRouterBiases:
     """The biases of a native model's routers; nothing for other models."""
 
     def __init__(self, model: nn.Module) -> None:
         self._counts: dict[Any, Counter[int]] = {}
+        self._filled: Tensor | None = None
         for module in model.modules():
             if getattr(module, "e_score_correction_bias", None) is not None and hasattr(
                 module, "adjust_bias"
@@ -24,8 +28,14 @@ class PlainRouterBiases:
                 self._counts[module] = Counter()
                 module.register_forward_hook(self._see)
 
+    def begin(self, batch: Batch) -> None:
+        """The next forward pass is of this micro-batch: rows without a target only fill it up."""
+        self._filled = (batch["labels"] != IGNORED).any(-1).flatten() if self._counts else None
+
     def _see(self, router: nn.Module, args: Any, result: tuple[Tensor, Tensor]) -> None:
-        self._counts[router].update(result[0].flatten().tolist())
+        if self._filled is not None and torch.is_grad_enabled():
+            rows = result[0].view(len(self._filled), -1)
+            self._counts[router].update(rows[self._filled].flatten().tolist())
 
     @torch.no_grad()
     def step(self) -> None:

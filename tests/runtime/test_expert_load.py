@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.model.mixture import MixtureOfExperts, Router
 from shardwise.recipe.dimensions import Dimensions
-from shardwise.runtime.parallel.expert_load import ExpertLoad, experts_by_name
+from shardwise.runtime.parallel.expert_load import FILLED_ROWS, ExpertLoad, experts_by_name
 
 DIMENSIONS = Dimensions(
     layers=2,
@@ -86,6 +86,21 @@ def test_counts_are_those_of_the_routers(recomputed: bool, model: nn.Sequential)
     assert torch.allclose(measured, expected, rtol=1e-6)
     assert (measured[:, 4] == 0).all() and (measured[:, :4] > 0).all()
     assert not load.relative(torch.device("cpu")).any(), "a step begins without counts"
+
+
+@pytest.mark.usefixtures("alone")
+def test_rows_without_a_target_are_not_counted(model: nn.Sequential) -> None:
+    """A row counts as in a batch of its own, whatever fills up the batch."""
+    load = ExpertLoad(experts_by_name(model), [(model, list(model))])
+    x = torch.randn(5, 7, 16)
+    model(x[1:2]).sum().backward()
+    alone = load.relative(torch.device("cpu"))
+    load.begin({FILLED_ROWS: torch.tensor([False, True, False, False, False])})
+    model(x).sum().backward()
+    assert torch.equal(load.relative(torch.device("cpu")), alone)
+    load.begin({})
+    model(x).sum().backward()
+    assert not torch.equal(load.relative(torch.device("cpu")), alone), "all rows count again"
 
 
 @pytest.mark.usefixtures("alone")

@@ -149,6 +149,32 @@ def test_biases_of_routers_balance_by_the_tokens_of_all_ranks(
     parity.all_pass(*(Trial(recipe, 4, FIXED | mix) for mix in mixes))
 
 
+@pytest.mark.parametrize(
+    ("world", "mixes"),
+    [
+        (2, [{"zero_stage": 1}]),
+        pytest.param(
+            4,
+            [
+                {"zero_stage": 1, "sequence_parallel": 2},
+                {"zero_stage": 1, "pipeline_parallel": 2},
+                {"zero_stage": 1, "tensor_parallel": 2, "expert_parallel": 4},
+                {"zero_stage": 3, "activation_checkpointing": "full"},
+                {"zero_stage": 0, "compile": "block", "expert_parallel": 1},
+            ],
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_rows_that_fill_up_a_step_move_no_bias(
+    world: int, mixes: list[dict[str, Any]], parity: Parity
+) -> None:
+    """Three sequences leave a row or more of the ranks' micro-batches of two without a target."""
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 3}
+    recipe = recipe_of({"model": BIASED, **values}, SETTINGS)
+    parity.all_pass(*(Trial(recipe, world, FIXED | mix) for mix in mixes))
+
+
 COMPILED: dict[int, list[dict[str, Any]]] = {
     2: [{"zero_stage": 3}],
     4: [

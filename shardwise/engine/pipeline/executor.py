@@ -180,6 +180,7 @@ def stage_of(
 ) -> Tensor:
     """The hidden states that one stage makes of ids or hidden states; of the last stage ``function``'s result."""
 
+    live.begin_pass(batch)
     positions = batch.get("positions")
     if (
         positions is None and live.options.sequence_shards > 1

@@ -3,7 +3,8 @@
 Every experts module writes the counts of one forward pass into a buffer, before its tokens are divided. The block
 around it adds them to the sums of the step: outside of compiled code, and not when it is recomputed. One all-reduce of
 layers x experts numbers sums over all ranks. Those with the same tokens count them all alike, which changes no load,
-because loads are relative to the mean of the layer.
+because loads are relative to the mean of the layer. Rows without a target are left out: a layout has as many of them as
+it takes to fill up the last micro-batches, so they would make the load depend on the layout.
 
 A router may balance its experts without a loss: it stands next to them and has ``adjust_bias``, which is called after
 every update (Wang et al. 2024, arXiv:2408.15664).
@@ -25,6 +26,10 @@ from shardwise.runtime.torch_private import in_backward
 
 COUNTS = "tokens_per_expert"
 """Name of the buffer of an experts module. Every forward pass writes all of it before anything reads it."""
+FILLED_ROWS = "shardwise.filled_rows"
+"""Key of a batch: bool [b], whether a row has a target."""
+_FILLED = "filled_rows"
+"""Name of the buffer of an experts module with that; compiled blocks read buffers anew in every call."""
 
 
 def experts_by_name(model: nn.Module) -> dict[str, int]:
@@ -47,6 +52,7 @@ class ExpertLoad:
         self._experts = max(names.values())
         self._rows: list[int] = []
         self._routers: list[Any] = []
+        self._modules: list[Any] = []
         self._sums: Tensor | None = None
         self._index: Tensor | None = None
         for model, blocks in stages:
@@ -61,6 +67,7 @@ class ExpertLoad:
         counts = torch.zeros(int(module.num_experts), dtype=torch.int64)  # type: ignore[arg-type]
         module.register_buffer(COUNTS, counts, persistent=False)
         module.register_forward_pre_hook(_Count().before)
+        self._modules.append(module)
         here = len(self._rows)
         # A shortened model of a dry run may have other names than the whole one.
         self._rows.append(self.names.index(name) if name in self.names else here)
@@ -77,6 +84,14 @@ class ExpertLoad:
                 # Once: the host waits for the device while a list is copied to it.
                 self._index = torch.tensor(self._rows, device=counts.device)
             self._sums[row] += counts
+
+    def begin(self, batch: Mapping[str, Tensor]) -> None:
+        """The next forward pass is of this micro-batch."""
+        for module in self._modules:
+            if FILLED_ROWS in batch:
+                module.register_buffer(_FILLED, batch[FILLED_ROWS], persistent=False)
+            else:
+                module._buffers.pop(_FILLED, None)
 
     @property
     def balances(self) -> bool:
@@ -118,7 +133,19 @@ class _Count:
             counts.zero_()
         else:
             index = args[1].reshape(-1)
-            counts.copy_(torch.zeros_like(counts).scatter_add(0, index, torch.ones_like(index)))
+            counts.copy_(
+                torch.zeros_like(counts).scatter_add(
+                    0, index, _counted(index, getattr(module, _FILLED, None))
+                )
+            )
+
+
+def _counted(index: Tensor, filled: Any) -> Tensor:
+    """1 for the choices of rows that count, else 0, in the shape of the choices: int64 [t k]. None counts all rows."""
+    if filled is None:
+        return torch.ones_like(index)
+    rows = filled.to(index.dtype).unsqueeze(-1)
+    return rows.expand(-1, index.numel() // filled.numel()).reshape(-1)
 
 
 def _experts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
