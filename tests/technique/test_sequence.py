@@ -444,6 +444,20 @@ def test_models_whose_attention_looks_at_a_part_are_refused(tmp_path: Path) -> N
             assert refusal in blueprint.context_parallel_obstacle(blueprint.build())
 
 
+def test_attention_of_a_models_own_is_refused_in_words_for_packed_rows(tmp_path: Path) -> None:
+    """Before it adds the mask of whole rows to products of a part."""
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    transformers.Gemma2Config(**small, **heads).save_pretrained(tmp_path)
+    data = {"sequence_length": 16, "packing": True, "tokenizer": "bytes"}
+    values = {"model": {"hf": str(tmp_path)}, "data": data, "steps": 1, "batch_size": 1}
+    asked = recipe_of(values | {"cluster": {"devices_per_node": 2}}, SETTINGS)
+    strategy = strategy_from(divided("ulysses"))
+    with pytest.raises(RecipeError, match="does not call scaled_dot_product_attention"):
+        dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
+
+
 def test_rules_hold_for_each_tensor_parallel_rank() -> None:
     """With 4 heads over 2 tensor-parallel ranks, 2 are left to share out."""
     from shardwise.technique.sequence import RULES

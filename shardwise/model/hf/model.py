@@ -54,6 +54,7 @@ from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage
 from shardwise.runtime.documents import additive, same_document
 from shardwise.runtime.language_loss import language_loss, with_auxiliary
+from shardwise.runtime.parallel.sequence import not_replaced
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.parallel.tensor import TensorPlan
 from shardwise.runtime.quantization.as_parameter import StoredPacking
@@ -369,6 +370,10 @@ def _block_signature(block: nn.Module) -> tuple[str, ...]:
 
 
 def _document_mask(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor:
-    """The mask of packed documents: boolean for SDPA, additive for eager attention."""
+    """The mask of packed documents: boolean for SDPA, additive for eager attention, which needs whole rows."""
     seen = same_document(model, positions, starts)
-    return seen if cast("Any", model).config._attn_implementation == "sdpa" else additive(seen, torch.float32)
+    if cast("Any", model).config._attn_implementation == "sdpa":
+        return seen
+    if seen.shape[-1] != positions.shape[-1]:
+        raise not_replaced(type(model).__name__)
+    return additive(seen, torch.float32)

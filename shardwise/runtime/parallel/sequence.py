@@ -144,10 +144,7 @@ class ContextParallelAttention:
         met = self._met | _traced
         missing = next((block for block in self.blocks if compiled_as(block) not in met), None)
         if missing is not None:
-            raise refusal(
-                f"{type(missing).__name__} does not call scaled_dot_product_attention, which context parallelism"
-                " replaces"
-            )
+            raise not_replaced(type(missing).__name__)
         self._met.update(self.blocks)
 
 
@@ -217,6 +214,11 @@ def attend_by_ring(
     if dropout:
         raise refusal("the ring has no dropout of attention's probabilities; sequence_method ulysses has")
     return ring_attention(q, k, v, scale, group)
+
+
+def not_replaced(name: str) -> RecipeError:
+    """The error for a class with attention of its own."""
+    return refusal(f"{name} does not call scaled_dot_product_attention, which context parallelism replaces")
 
 
 def refusal(why: str) -> RecipeError:
