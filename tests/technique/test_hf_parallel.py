@@ -74,6 +74,27 @@ def test_pipelines_of_unlike_blocks_scaled_logits_and_scaled_branches(parity: Pa
     parity.all_pass(*trials_of(families, tmp_path, {"pipeline_parallel": 2}))
 
 
+TENSOR_IN_STAGES = {"tensor_parallel": 2, "pipeline_parallel": 2}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_stages_are_sharded_without_what_another_stage_has(rank: int, tmp_path: Path) -> None:
+    """transformers' plan is of the whole model; the first stage has no head, the last no embedding."""
+    save_tiny("llama", tmp_path, vocab_size=264)
+    recipe = recipe_for(tmp_path, cluster={"device": "cpu", "devices_per_node": 4})
+    strategy = strategy_from({"micro_batch_size": 2, **TENSOR_IN_STAGES})
+    cluster = cluster_of(recipe.cluster)
+    assert dry_run(recipe, blueprint_of(recipe), strategy, cluster, rank=rank).peak.bytes > 0
+
+
+@pytest.mark.long
+def test_tensor_parallelism_within_stages(parity: Parity, tmp_path: Path) -> None:
+    for family in ("llama", "gemma2", "mixtral"):
+        save_tiny(family, tmp_path / family, vocab_size=264)
+        settings = {"precision": "fp32", "micro_batch_size": 2, **TENSOR_IN_STAGES}
+        parity.all_pass(Trial(recipe_for(tmp_path / family), 4, settings))
+
+
 def test_experts_are_held_once_and_their_results_are_summed(tmp_path: Path) -> None:
     """Rank r has half of the experts, whole; a forward pass sums one more [tokens, width] than attention does."""
     save_tiny("mixtral", tmp_path, vocab_size=264)

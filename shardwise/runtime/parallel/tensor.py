@@ -114,7 +114,9 @@ def shard_layers(
     Raises RecipeError if the ranks do not divide the pieces.
     """
     ranks = TPGroup.of(mesh.get_group())
-    named = {path: module for path, module in model.named_modules() if module not in without}
+    modules = ((path, module) for path, module in model.named_modules() if module not in without)
+    # A stage of a model of transformers has an identity in the place of an embedding or head of another stage.
+    named = {path: module for path, module in modules if type(module) is not nn.Identity}
     chosen = {path: how for path in named if (how := matching(path, plan)) is not None}
     _require_pieces(chosen.values(), ranks.size)
     if sequence_parallel:
