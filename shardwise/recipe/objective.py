@@ -81,7 +81,8 @@ class ObjectiveSpec(Section):
     reference_free: bool | None = None
     """dpo and ipo without a reference, as if it found all answers equally likely"""
     reference_quantize: Literal["none", "nf4", "int8"] | None = None
-    """storage of a reference that is a copy (strategy.reference): none (the dtype of compute), nf4 or int8"""
+    """storage of a reference that is a copy (strategy.reference): none (that of
+    adapter.quantize, else the dtype of compute), nf4 or int8"""
     desirable_weight: Weight | None = None
     """weight of desirable answers in kto"""
     undesirable_weight: Weight | None = None

@@ -28,10 +28,18 @@ OfModel = Callable[[Blueprint, nn.Module, Batch], Tensor]
 
 
 def frozen_copy(recipe: Recipe) -> Blueprint:
-    """The model before training: with the adapter that the run continues from, if there is one."""
+    """The model before training: with the adapter that the run continues from, if there is one.
+
+    It is packed as ``objective.reference_quantize`` says, else as the base of the adapters is.
+    """
     spec, base = recipe.adapter, base_of(recipe)
     quantize = "none" if recipe.objective is None else recipe.objective.reference_quantize or "none"
-    starts = spec is not None and (spec.start_from is not None or spec.loftq_iterations or base.quantized)
+    starts = spec is not None and (
+        spec.start_from is not None
+        or spec.loftq_iterations
+        or base.quantized
+        or (spec.quantize != "none" and quantize == "none")
+    )
     if not starts and quantize == "none":
         return base
     from shardwise.model.adapted import AdaptedModel

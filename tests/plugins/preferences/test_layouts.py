@@ -104,6 +104,19 @@ COPIES: dict[int, list[dict[str, Any]]] = {
         {"zero_stage": 3, "replicate": 2},
     ],
 }
+
+
+@pytest.mark.parametrize("quantize", quick(["int8", "nf4"], "int8"))
+def test_the_reference_of_a_quantized_base_is_that_base(
+    quantize: str, tmp_path: Path, parity: Parity
+) -> None:
+    """A copy of the base before it was quantized would be another model than that with its adapters off."""
+    recipe = recipe_for(tmp_path, adapter={"rank": 3, "quantize": quantize})
+    parity.all_pass(
+        *trials(recipe, 1, [{"reference": how} for how in ("adapter_off", "copy", "precomputed")])
+    )
+
+
 IN_STAGES: list[dict[str, Any]] = [
     {"pipeline_parallel": 2, "zero_stage": 3},
     {"pipeline_parallel": 2, "tensor_parallel": 2},
