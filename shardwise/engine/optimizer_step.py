@@ -36,7 +36,8 @@ class AfterBackward(OptimizerStep):
     def finish(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         live = self._live
         with phase("clip"):
-            self.see_capacity(1 - loss.isfinite().to(torch.float32))
+            if live.options.capacity is not None:
+                self.see_capacity(loss.isfinite().logical_not())
             norm, faulty = self.clip(loss)
         skip = self.or_left_out(faulty)
         with phase("optimizer"):

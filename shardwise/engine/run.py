@@ -188,8 +188,8 @@ class OptimizerStep(ABC):
         """Set ``capacity_used`` and ``void`` from the use by all ranks since the last ``forget_capacity``.
 
         Args:
-            faulty: 1 if the loss is not finite, on all ranks: routers of NaN send all tokens to the same experts, and
-                more room for them would help no step.
+            faulty: 1 or true if the loss is not finite, on all ranks: routers of NaN send all tokens to the same
+                experts, and more room for them would help no step.
         """
         if (used := self.capacity_since()) is not None:
             used = used.where(faulty == 0, used.clamp(max=1))

@@ -107,7 +107,8 @@ class Space:
         yield from allowed or filter(partial(self._can_be, setting), [strategy])
 
     def _can_be(self, setting: Setting[Any], strategy: Strategy) -> bool:
-        return native(strategy, self.cluster.device, self.recipe.strategy) and self._allowed(setting, strategy)
+        known = native(strategy, self.cluster.device, self.recipe.strategy)
+        return known and self._allowed(setting, strategy)
 
     def _allowed(self, setting: Setting[Any], strategy: Strategy) -> bool:
         """Whether no rule that names this setting is broken; rules of others may be mended by later ones."""

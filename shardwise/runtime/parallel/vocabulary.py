@@ -40,7 +40,7 @@ class Vocabulary:
         """
         if self._ranks is None:
             valid = labels != IGNORED
-            return labels.where(valid, 0), valid
+            return labels * valid, valid
         inside = (labels >= self.start) & (labels < self.stop)
         known = (labels == IGNORED) | ((labels >= 0) & (labels < self._size))
         return (labels - self.start).where(inside, known.to(labels.dtype) - 1), inside
