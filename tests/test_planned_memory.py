@@ -126,6 +126,17 @@ def test_mixtures_of_experts_take_the_memory_they_were_planned(
     assert run.peak.bytes > 300e6
 
 
+@pytest.mark.long
+def test_a_small_run_does_not_pay_for_the_first_exchange_of_tokens(pool: Pool) -> None:
+    """The group of the experts' ranks, and its first all-to-all, are there before memory is measured: 4 MiB."""
+    recipe = ledger_recipe(2, {}, tokens=32, model=EXPERTS | ALL | {"width": 64, "ffn": 96})
+    settings = {"precision": "fp32", "zero_stage": 1, MICRO_BATCH_SIZE.key: 1, **DIVIDED}
+    cluster = cluster_of(recipe.cluster)
+    run = dry_run(recipe, blueprint_of(recipe), strategy_from(settings), cluster)
+    measured = pool.run(2, measured_rank, recipe, settings)
+    assert max(measured) < run.peak.bytes + cluster.device.overhead.workspace_bytes
+
+
 def agrees(
     recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool, within: float = 0.05
 ) -> DryRun:

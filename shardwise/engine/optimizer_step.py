@@ -36,7 +36,8 @@ class AfterBackward(OptimizerStep):
     def finish(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         live = self._live
         with phase("clip"):
-            self.see_capacity()
+            if live.options.capacity is not None:
+                self.see_capacity(loss.isfinite().logical_not())
             norm, faulty = self.clip(loss)
         skip = self.or_left_out(faulty)
         with phase("optimizer"):
@@ -88,7 +89,7 @@ class WithinBackward(OptimizerStep):
         if self._last:
             self._skip = 1 - total.isfinite().to(torch.float32)
             dist.all_reduce(self._skip, dist.ReduceOp.MAX)
-            self.see_capacity()
+            self.see_capacity(self._skip)
             self._skip = self.or_left_out(self._skip)
             self._square = torch.zeros((), dtype=torch.float64, device=self._live.device)
 

@@ -197,9 +197,15 @@ class OptimizerStep(ABC):
     def __init__(self, live: LiveModel) -> None:
         self._live = live
 
-    def see_capacity(self) -> None:
-        """Set ``capacity_used`` and ``void`` from the use by all ranks since the last ``forget_capacity``."""
+    def see_capacity(self, faulty: Tensor) -> None:
+        """Set ``capacity_used`` and ``void`` from the use by all ranks since the last ``forget_capacity``.
+
+        Args:
+            faulty: 1 or true if the loss is not finite, on all ranks: routers of NaN send all tokens to the same
+                experts, and more room for them would help no step.
+        """
         if (used := self.capacity_since()) is not None:
+            used = used.where(faulty == 0, used.clamp(max=1))
             now = (used > 1).to(torch.float32)
             self.capacity_used, self.void = used, now if self.void is None else self.void.maximum(now)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from shardwise.core.strategy import Setting, Strategy
@@ -89,22 +89,26 @@ class Space:
 
     def _extended(self, start: Strategy, of_parts: bool) -> Iterator[Strategy]:
         """Every choice of the settings of parts, or of the others."""
-        partial = [start]
+        strategies = [start]
         for technique in ORDER:
             for setting in technique.settings:
                 if setting in self._free(of_parts):
-                    partial = [choice for one in partial for choice in self._choices(technique, setting, one)]
-        yield from partial
+                    strategies = [one for s in strategies for one in self._choices(technique, setting, s)]
+        yield from strategies
 
     def _choices(self, technique: Technique, setting: Setting[Any], strategy: Strategy) -> Iterator[Strategy]:
         case = case_of(strategy, self.cluster.world_size, self.recipe, self.cluster.devices_per_node)
         values = list(technique.candidates(setting, case)) or [strategy[setting]]
         if self.last_resort:
             values += setting.last_resort
-        for value in dict.fromkeys(values):
-            chosen = strategy.with_values(**{setting.key: value})
-            if native(chosen, self.cluster.device, self.recipe.strategy) and self._allowed(setting, chosen):
-                yield chosen
+        chosen = [strategy.with_values(**{setting.key: value}) for value in dict.fromkeys(values)]
+        allowed = [one for one in chosen if self._can_be(setting, one)]
+        # Where a rule of another technique forbids all candidates, the setting stays as it is.
+        yield from allowed or filter(partial(self._can_be, setting), [strategy])
+
+    def _can_be(self, setting: Setting[Any], strategy: Strategy) -> bool:
+        known = native(strategy, self.cluster.device, self.recipe.strategy)
+        return known and self._allowed(setting, strategy)
 
     def _allowed(self, setting: Setting[Any], strategy: Strategy) -> bool:
         """Whether no rule that names this setting is broken; rules of others may be mended by later ones."""

@@ -236,7 +236,8 @@ def _losses(
     """
     wide = accumulation_dtype(hidden.dtype)
     log_sums = hidden.new_full((hidden.shape[0],), -math.inf, dtype=wide)
-    picked = torch.zeros_like(log_sums)
+    # Zeros, but an error for a label that is no class: no chunk would have it.
+    picked = log_sums.new_zeros(()).expand(weight.shape[0]).gather(0, vocabulary.local_index(labels)[0])
     for part in _vocabulary_chunks(weight.shape[0]):
         logits = nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
         index, inside = _position(labels, vocabulary.start + part.start, logits.shape[1])

@@ -197,17 +197,6 @@ def without_stages(strategy: Strategy) -> Strategy:
     return strategy.with_values(**dict(itertools.chain.from_iterable(changed)))
 
 
-def without_own_layers(strategy: Strategy) -> Strategy:
-    """The strategy for a model without the kinds of layers that some axes alone divide, such as experts."""
-    settings = (
-        setting
-        for technique in ORDER
-        if isinstance(technique, Dividing) and any(axis.layers for axis in technique.axes)
-        for setting in technique.settings
-    )
-    return strategy.with_values(**{setting.key: setting.default for setting in settings})
-
-
 def stretch(strategy: Strategy, micro_batches: int) -> Stretch:
     """What stages make of a step, before any is looked at."""
     divide = (

@@ -27,7 +27,7 @@ from shardwise.model.blueprint import TrainingObjective
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
-from shardwise.technique import layout_of, stages_of, without_own_layers
+from shardwise.technique import layout_of, stages_of
 from shardwise.trainer.meter import return_large_frees
 
 _BLOCKS = 1024
@@ -35,13 +35,14 @@ _NARROW = 256
 
 
 def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
-    """The smallest model that the axes of a layout can shard, with ``layers`` blocks.
+    """The smallest model that the axes of a layout can shard, with ``layers`` blocks, and experts if they are divided.
 
     The run reuses the small blocks of memory that this model frees, which are not measured.
     """
     sharing = layout.ranks(lambda axis: axis.within_layer)
+    dividing = layout.ranks(lambda axis: bool(axis.layers))
     heads = math.lcm(4, 2 * sharing)
-    model = {
+    model: dict[str, object] = {
         "layers": layers,
         "width": max(64, 8 * heads),
         "heads": heads,
@@ -49,6 +50,8 @@ def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
         "ffn": 128,
         "vocab": 256,
     }
+    if dividing > 1:
+        model |= {"experts": dividing * sharing, "experts_per_token": 2, "expert_ffn": 16}
     data = {"sequence_length": math.lcm(32, 2 * sharing)}
     tiny = recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 2 * layout.data_degree})
     return tiny.model_copy(update={"optimizer": optimizer})
@@ -75,7 +78,7 @@ def warm_kernels(
     """
     if kind_of(device).is_host:
         return_large_frees(True)
-    alone = without_own_layers(strategy).with_values(micro_batch_size=1)
+    alone = strategy.with_values(micro_batch_size=1)
     layout, layers = layout_of(alone, dist.get_world_size()), max(2, stages_of(alone))
     recipe = _tiny(layout, layers, optimizer or OptimizerSpec())
     try:

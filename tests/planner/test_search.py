@@ -18,6 +18,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import predict
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.search import plan_for
+from shardwise.planner.space import Space
 from shardwise.planner.verdicts import Verdicts
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -132,6 +133,14 @@ def test_pinned_replicas_leave_out_meshes_without_room_for_them() -> None:
     asked = recipe_of({**recipe().model_dump(mode="json"), **values}, SETTINGS)
     layout = layout_of(planned(asked).strategy, 4)
     assert (layout.degree("replicate"), layout.degree("shard")) == (2, 2)
+
+
+def test_a_setting_stays_as_it_is_where_all_its_candidates_break_rules() -> None:
+    """Tensor parallelism shares out the sequence wherever it can; with divided experts it cannot."""
+    asked = recipe(model=MODEL | {"experts": 4, "expert_ffn": 64}, tensor_parallel=2, expert_parallel=2)
+    space = Space(asked, cluster_of(asked.cluster))
+    strategies = [one for origins in space.meshes().values() for s in origins for one in space.completions(s)]
+    assert {one.values["tensor_sequence_parallel"] for one in strategies} == {"none"}
 
 
 def test_a_neighbour_that_cannot_be_predicted_does_not_end_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from shardwise.runtime import cross_entropy
 from shardwise.runtime.chunked_cross_entropy import LossHead, linear_cross_entropy_sum
 from shardwise.runtime.cross_entropy import IGNORED, cross_entropy_sum, log_sum_exp, softmax_gradient
 from shardwise.runtime.language_loss import language_loss, valid_targets
+from shardwise.runtime.parallel.vocabulary import Vocabulary
 from shardwise.runtime.torch_private import TorchDispatchMode
 
 Loss = Any
@@ -50,6 +51,28 @@ def loss_and_gradients(function: Loss, values: list[Any], factor: float = 0.37) 
 
 def relative(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def of_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    return cross_entropy_sum(nn.functional.linear(hidden, weight, bias), labels)
+
+
+@pytest.mark.parametrize("label", [-1, -101, 523])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", [linear_cross_entropy_sum, of_logits])
+def test_a_label_that_is_no_class_is_an_error(loss: Loss, dtype: torch.dtype, label: int) -> None:
+    """As in PyTorch. Else it would count as class 0, or as one with the logit 0."""
+    *values, labels = inputs(dtype)
+    labels[3] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        loss(*values, labels)
+
+
+def test_a_label_of_no_rank_has_no_index() -> None:
+    ranks: Any = SimpleNamespace(span=lambda size: (size // 2, size))
+    index, here = Vocabulary(10, ranks).local_index(torch.tensor([IGNORED, 0, 4, 5, 9, 10, -1]))
+    assert index.tolist() == [0, 0, 0, 0, 4, -1, -1]
+    assert here.tolist() == [False, False, False, True, True, False, False]
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.checkpoint.run_folder import write_job
 from shardwise.hardware.cluster import cluster_of
@@ -55,14 +57,17 @@ class Case:
         void: steps that have too little room when they are first read, from 0.
         little_to_evaluate: whether evaluations have too little room.
         corrupted: steps with wrong labels.
+        not_a_number: steps whose embeddings are NaN.
         asks: what a callback asks for after a step, by its number from 1.
     """
 
     void: tuple[int, ...] = ()
     little_to_evaluate: bool = False
     corrupted: tuple[int, ...] = ()
+    not_a_number: tuple[int, ...] = ()
     asks: dict[int, str] = field(default_factory=dict)
     sections: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
     recipe: Recipe | None = None
 
 
@@ -85,14 +90,16 @@ def recipe_for(case: Case, corpus: Path) -> Recipe:
         "optimizer": {"learning_rate": 3e-3, "clip_norm": None},
         "cluster": {"device": "cpu", "devices_per_node": WORLD},
     }
-    strategy = {**STRATEGY, "micro_batch_size": 2, "expert_capacity": ROOM}
+    strategy = {**STRATEGY, "micro_batch_size": 2, "expert_capacity": ROOM, **case.strategy}
     return recipe_of({**values, **case.sections, "strategy": strategy}, SETTINGS)
 
 
 def rank_of(case: Case, recipe: Recipe, plan: Any, folder: Path) -> dict[str, Any]:
     trainer = Trainer(Job(recipe, plan, folder, torch.device("cpu")))
     room: Any = trainer.run.options.capacity
-    read, left = trainer.batches.at, set(case.void)
+    read, left, factor = trainer.batches.at, set(case.void), [1.0]
+    embedding = next(module for module in trainer.run.model.modules() if isinstance(module, nn.Embedding))
+    embedding.register_forward_hook(lambda _, given, out: out * factor[0])
 
     def read_at(position: int) -> list[Batch]:
         batches = read(position)
@@ -101,6 +108,7 @@ def rank_of(case: Case, recipe: Recipe, plan: Any, folder: Path) -> dict[str, An
         if position in left:
             left.remove(position)
             room.factor = TOO_LITTLE
+        factor[0] = math.nan if position in case.not_a_number else 1.0
         if position in case.corrupted:
             generator = torch.Generator().manual_seed(0)
             for batch in batches:
@@ -206,6 +214,15 @@ def same(trained: Trained, folder: Path, case: Case) -> dict[int, dict[str, Any]
 
 def test_a_void_step(trained: Trained, tmp_path: Path) -> None:
     same(trained, tmp_path, Case(void=(0, 4, 5, 13)))
+
+
+@pytest.mark.parametrize("within_backward", quick([False, True], False))
+def test_a_nan_is_no_load(trained: Trained, tmp_path: Path, within_backward: bool) -> None:
+    """Its router sends all tokens to one rank. The step is skipped once, and no room is made for it."""
+    room = {"expert_capacity": 1.9, "optimizer_in_backward": within_backward}
+    ranks, lines = trained(Case(not_a_number=(4,), strategy=room), tmp_path / "run")
+    assert [step for step, line in lines.items() if line["skipped"]] == [5]
+    assert [rank["factor"] for rank in ranks] == [1.9, 1.9]
 
 
 def test_a_rewind_while_a_void_step_is_on_its_way(trained: Trained, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from shardwise.technique import strategy_from
-from shardwise.trainer.warm_up import warm_kernels
+from shardwise.recipe.sections import OptimizerSpec
+from shardwise.technique import layout_of, strategy_from
+from shardwise.trainer.warm_up import _tiny, warm_kernels
 from tests.harness.pool import Pool
 
 MiB = 2**20
@@ -28,3 +29,10 @@ def kept_by_products() -> int:
 def test_products_of_small_layers_keep_nothing(pool: Pool) -> None:
     """MKL has other buffers for them than for large ones, in each thread: 1.1 MiB here with AVX-512, 9 in a run."""
     assert pool.run(1, kept_by_products)[0] < 0.75 * MiB
+
+
+def test_the_first_exchange_of_tokens_is_warmed_up() -> None:
+    """Else its group and buffers count as the run's (tests/test_planned_memory.py measures them)."""
+    for degree, experts in ((1, None), (4, 4)):
+        layout = layout_of(strategy_from({"tensor_parallel": 2, "expert_parallel": degree}), 8)
+        assert _tiny(layout, 2, OptimizerSpec()).model.experts == experts

@@ -121,7 +121,8 @@ def layout_here(name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not name.endswith(EXPERT_B):
         return stored.view(shape)
     experts, width, rank = shape
-    return stored.view(width, rank, experts).permute(2, 0, 1)
+    # Contiguous: the kernel of grouped products takes no other layout.
+    return stored.view(width, rank, experts).permute(2, 0, 1).contiguous()
 
 
 def layout_there(name: str, tensor: Tensor) -> Tensor:

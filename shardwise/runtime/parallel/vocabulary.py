@@ -34,11 +34,16 @@ class Vocabulary:
         return self._ranks is not None
 
     def local_index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(label indices among the local classes, 0 elsewhere; whether each label is valid and local)."""
+        """(label indices among the local classes, 0 elsewhere; whether each label is valid and local).
+
+        The index of a label that is neither a class nor IGNORED is none of a class, so ``gather`` refuses it.
+        """
         if self._ranks is None:
-            return labels.clamp(min=0), labels != IGNORED
+            valid = labels != IGNORED
+            return labels * valid, valid
         inside = (labels >= self.start) & (labels < self.stop)
-        return (labels - self.start).where(inside, 0), inside
+        known = (labels == IGNORED) | ((labels >= 0) & (labels < self._size))
+        return (labels - self.start).where(inside, known.to(labels.dtype) - 1), inside
 
     def combined(self, log_sums: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
         """(log-sum-exp, label logit) over all classes, from each rank's values.
