@@ -117,10 +117,8 @@ class LiveModel:
             batch = transform(batch)
         if self.options.expert_load is None or self.blueprint.objective is None:
             return batch
-        return {
-            **batch,
-            FILLED_ROWS: (whole["labels"] != IGNORED).any(-1),
-        }  # of a rank's part it would be another
+        # A rank's part of a row may have no target where the row has one.
+        return {**batch, FILLED_ROWS: (whole["labels"] != IGNORED).any(-1)}
 
     def local_batches(self, passes: ForwardBackward, batches: Iterable[Batch]) -> Iterable[Batch]:
         """``local_batch`` of all micro-batches, with what the objective needs of the whole step."""

@@ -133,11 +133,8 @@ class _Count:
             counts.zero_()
         else:
             index = args[1].reshape(-1)
-            counts.copy_(
-                torch.zeros_like(counts).scatter_add(
-                    0, index, _counted(index, getattr(module, _FILLED, None))
-                )
-            )
+            counted = _counted(index, getattr(module, _FILLED, None))
+            counts.copy_(torch.zeros_like(counts).scatter_add(0, index, counted))
 
 
 def _counted(index: Tensor, filled: Any) -> Tensor:
