@@ -33,7 +33,9 @@ Step = Callable[[], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--compile", default="none")
     parser.add_argument("--rounds", type=int, default=30)

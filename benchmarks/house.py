@@ -35,8 +35,7 @@ STEP = {
     "engine/run.py": "LiveModel.local_batch LiveModel.local_batches LiveModel.count_targets LiveModel.own_parameters"
     " LiveModel.ranks_of ForwardBackward._measured"
     " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss"
-    " LiveModel.count OptimizerStep.see_capacity OptimizerStep.capacity_since"
-    " OptimizerStep.or_left_out",
+    " LiveModel.count LiveModel.begin_pass OptimizerStep.or_left_out",
     "engine/targets.py": "targets_of LabelledTargets.__init__ LabelledTargets.passed",
     "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.after_backward AfterBackward.finish"
     " AfterBackward.clip",

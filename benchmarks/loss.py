@@ -79,7 +79,9 @@ def table(rows: list[dict[str, Any]], tokens: int, width: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--device", default="cpu")

@@ -5,13 +5,15 @@ import inspect
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from shardwise.core.plugins import TRACKERS
 from shardwise.core.user_objects import PATTERN
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 RecipeText: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
+DeviceName: TypeAlias = Annotated[RecipeText, BeforeValidator(lambda v: str(v) if type(v) is int else v)]
+"""A device or a preset. YAML reads names such as 4090 as numbers."""
 ObjectName: TypeAlias = Annotated[str, Field(pattern=PATTERN, max_length=4096)]
 """A user's object, as package.module:name."""
 

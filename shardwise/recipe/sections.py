@@ -23,6 +23,7 @@ from shardwise.recipe.observation import ProfileSpec as ProfileSpec
 from shardwise.recipe.section import (
     Arguments,
     Count,
+    DeviceName,
     ObjectName,
     RecipeText,
     Section,
@@ -182,9 +183,9 @@ class ScheduleSpec(Section):
 class ClusterSpec(Section):
     """The hardware: a preset such as 8xH100-80GB, or a device and counts."""
 
-    preset: RecipeText | None = None
+    preset: DeviceName | None = None
     """COUNTxDEVICE, such as 8xH100-80GB; multiplied by nodes"""
-    device: RecipeText | None = None
+    device: DeviceName | None = None
     """cpu, a device such as h100, or a file such as my-card.toml; null without a preset is this machine's CPU"""
     nodes: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """number of nodes (machines)"""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise import worker
-from shardwise.checkpoint.run_folder import PAGE
+from shardwise.checkpoint.run_folder import PAGE, RECIPE
 from shardwise.cli import under_launcher as joined
 from shardwise.cli.planner import FINISHED
 from shardwise.plugins.serve import samples
@@ -80,6 +80,8 @@ def test_where_nothing_is_left_to_do_nobody_trains(
     join: Joined, reported: list[Path], tmp_path: Path
 ) -> None:
     """The folder stays as it is: no report is written again. A run that ended before its first one gets it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RECIPE).touch()
     assert join(0, FINISHED) == 0 and join(1, FINISHED) == 0
     assert reported == [tmp_path / "run"]
     (tmp_path / "run" / PAGE).touch()

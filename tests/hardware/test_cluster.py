@@ -129,6 +129,12 @@ def test_presets(text: str, nodes: int, devices: int, name: str | None) -> None:
     assert (found[2] and found[2].name) == name
 
 
+@pytest.mark.parametrize("key", ["preset", "device"])
+def test_names_that_yaml_reads_as_numbers(key: str) -> None:
+    device = cluster_of(ClusterSpec.model_validate({key: 4090})).device
+    assert device.name == "RTX4090-24GB"
+
+
 @pytest.mark.parametrize("name", ["cpu", *PROFILES])
 def test_every_name_is_its_own_preset(name: str) -> None:
     profile = device_profile(name)
