@@ -44,7 +44,7 @@ def claim(folder: Path) -> Iterator[None]:
         RecipeError: another process trains in it, or its path is not UTF-8, which safetensors cannot open.
     """
     _require_utf8(folder)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with _writing(folder):
             make_folder(folder)
@@ -66,15 +66,15 @@ def claim(folder: Path) -> Iterator[None]:
     finally:
         (folder / HOLDER).unlink(missing_ok=True)
         if os.listdir(folder) == [LOCK]:
-            _remove(folder, made)
+            _remove(folder, new_folders)
         lock.release()
 
 
-def _remove(folder: Path, made: Sequence[Path]) -> None:
-    """Remove the lock and the folders that were made for the run, as far as they are empty. Under the lock."""
+def _remove(folder: Path, new_folders: Sequence[Path]) -> None:
+    """Remove the lock, and those folders that were created for the run and are empty. The lock is held."""
     with suppress(OSError):
         (folder / LOCK).unlink()
-        for path in made:
+        for path in new_folders:
             path.rmdir()
 
 

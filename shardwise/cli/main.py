@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 from typing import Annotated
@@ -21,7 +20,7 @@ import typer
 from shardwise import __version__
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import dropped_output, keep_writing
-from shardwise.core.errors import RecipeError, ResourceError
+from shardwise.core.errors import RecipeError, ResourceError, did_you_mean
 from shardwise.core.plugins import OBJECTIVES, plugin
 from shardwise.core.plugins import VERBS as PLUGIN_VERBS
 from shardwise.core.quiet_torchao import quiet_torchao
@@ -117,14 +116,15 @@ def _usage_error(error: Exception) -> RecipeError:
     context = getattr(error, "ctx", None)
     verb = context.command_path if context else "shardwise"
     what = str(getattr(error, "format_message", lambda: error)()).rstrip(".").replace(": Value error, ", ": ")
-    return RecipeError(what, where="command line", fix=f"{_meant(what)}see `{verb} --help`")
+    return RecipeError(
+        what, where="command line", fix=f"{_nearest_choice(what)} see `{verb} --help`".lstrip()
+    )
 
 
-def _meant(what: str) -> str:
+def _nearest_choice(message: str) -> str:
     """A question for a value that resembles one of an option's choices; "" for any other error."""
-    given, _, choices = what.partition("' is not one of ")
-    value = given.rpartition("'")[2]
+    before_choices, _, choices = message.partition("' is not one of ")
+    value = before_choices.rpartition("'")[2]
     if not choices or value in OBJECTIVES:  # the name of another objective is not misspelt
         return ""
-    near = get_close_matches(value, re.findall("'(.*?)'", choices), n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
+    return did_you_mean(value, re.findall("'(.*?)'", choices))

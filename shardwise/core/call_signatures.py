@@ -70,8 +70,8 @@ def require_accepts(function: Callable[..., Any], where: str, call: Call) -> Non
         return
     if fault:
         code = getattr(function, "__code__", None)
-        place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
-        raise _error(where, place + fault, getattr(function, "__name__", type(function).__name__), call)
+        location = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+        raise _error(where, location + fault, getattr(function, "__name__", type(function).__name__), call)
 
 
 def _error(where: str, why: str, name: str, call: Call) -> RecipeError:
@@ -92,17 +92,24 @@ def _called(node: ast.FunctionDef | ast.ClassDef, call: Call) -> Iterator[tuple[
                     yield inner, Call(("self",))
 
 
-def _signature(given: ast.arguments) -> Signature:
+def _signature(arguments: ast.arguments) -> Signature:
     """The signature of a function in a file; defaults are only there or not."""
-    kinds = (given.posonlyargs, Parameter.POSITIONAL_ONLY), (given.args, Parameter.POSITIONAL_OR_KEYWORD)
-    places = [(p, kind) for parameters, kind in kinds for p in parameters]
-    required = len(places) - len(given.defaults)
-    made = [Parameter(p.arg, kind, default=_default(n >= required)) for n, (p, kind) in enumerate(places)]
-    made += [Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL)] if given.vararg else []
-    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    made += [Parameter(p.arg, Parameter.KEYWORD_ONLY, default=_default(d is not None)) for p, d in pairs]
-    made += [Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD)] if given.kwarg else []
-    return Signature(made)
+    kinds = (
+        (arguments.posonlyargs, Parameter.POSITIONAL_ONLY),
+        (arguments.args, Parameter.POSITIONAL_OR_KEYWORD),
+    )
+    positional = [(p, kind) for args, kind in kinds for p in args]
+    required = len(positional) - len(arguments.defaults)
+    parameters = [
+        Parameter(p.arg, kind, default=_default(n >= required)) for n, (p, kind) in enumerate(positional)
+    ]
+    parameters += [Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL)] if arguments.vararg else []
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    parameters += [
+        Parameter(p.arg, Parameter.KEYWORD_ONLY, default=_default(d is not None)) for p, d in pairs
+    ]
+    parameters += [Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD)] if arguments.kwarg else []
+    return Signature(parameters)
 
 
 def _default(there: bool) -> object:

@@ -29,11 +29,16 @@ def one_line(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A question for a name that resembles one of `names`: `did you mean 'gptq'?`; "" if it resembles none."""
+    near = get_close_matches(name, list(names), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
 def one_of(name: str, names: Iterable[str]) -> str:
     """What to do about a name that is none of `names`: `did you mean 'gptq'? give one of rtn, gptq`."""
     known = list(names)
-    near = get_close_matches(name, known, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"give one of {', '.join(known)}"
+    return f"{did_you_mean(name, known)} give one of {', '.join(known)}".lstrip()
 
 
 class ShardwiseError(Exception):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from difflib import get_close_matches
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import RecipeError, did_you_mean
 from shardwise.core.user_objects import GIVEN
 
 _ANY = "*"
@@ -37,8 +36,7 @@ def require_defined(target: str, where: str) -> None:
         raise RecipeError("cannot be imported", where=where, why=why, fix=fix)
     names = set(_names(spec))
     if name not in names and _ANY not in names:
-        near = get_close_matches(name, names, n=1)
-        why, fix = f"{spec.origin} has no {name!r}", f"did you mean {near[0]!r}?" if near else ""
+        why, fix = f"{spec.origin} has no {name!r}", did_you_mean(name, names)
         raise RecipeError("cannot be imported", where=where, why=why, fix=fix)
 
 

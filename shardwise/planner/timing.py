@@ -151,7 +151,7 @@ def _played(phases: Mapping[str, _Phase], sending: float, micro_batches: float, 
         busy = device + phase.blocking + waiting
         every, once = phase.hidden, phase.once
         if overlaps:
-            # A call that is made once is made in one micro-batch, and overlaps with that one alone.
+            # A step calls these once, in one of its micro-batches, so they overlap with that one alone.
             window = busy / micro_batches if name in PASS_PHASES else busy
             every = _exposed(every, min(phase.first, every), busy, lost)
             once = _exposed(once, phase.first_once, window, lost)

@@ -46,13 +46,13 @@ def overridden(
         path, value, inner = _read_override(override)
         if path == NAMED and isinstance(value, str):
             value, inner = {"name": value}, {("name",): Origin(position, 1)}
-        section, made = _innermost_section(values, path)
+        section, first_new = _innermost_section(values, path)
         if value is not None and path not in document.origins:
             for neighbour in replaces.get(path, ()):
                 _drop_from_file(section, origins, (*path[:-1], neighbour))
         _forget(origins, path)
         section[str(path[-1])] = value
-        origins |= {path[:depth]: Origin(position, 1) for depth in range(made, len(path) + 1)}
+        origins |= {path[:depth]: Origin(position, 1) for depth in range(first_new, len(path) + 1)}
         origins |= {path + below: Origin(position, 1) for below in inner}
     return replace(document, values=values, origins=origins)
 
@@ -83,18 +83,18 @@ def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Orig
 
 def _innermost_section(values: dict[str, Value], path: KeyPath) -> tuple[dict[str, Value], int]:
     """The mapping with the last key of `path`, created if missing, and the depth of the first one created."""
-    section, made = values, len(path)
+    section, first_new = values, len(path)
     for depth, key in enumerate(path[:-1], 1):
         inner = section.get(str(key))
         if inner is None:
             inner = section[str(key)] = {}
-            made = min(made, depth)
+            first_new = min(first_new, depth)
         if not isinstance(inner, dict):
             what, where = f"{dotted(path[:depth])} has no keys", f"{COMMAND_LINE}: {dotted(path)}"
             fix = f"override it whole, as {dotted(path[:depth])}=..."
             raise RecipeError(what, where=where, why=f"it is {describe(inner)}", fix=fix)
         section = inner
-    return section, made
+    return section, first_new
 
 
 def _drop_from_file(section: dict[str, Value], origins: dict[KeyPath, Origin], path: KeyPath) -> None:

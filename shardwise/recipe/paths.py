@@ -62,11 +62,11 @@ def require_modules(document: YamlDocument) -> None:
         for section, key, path in _matching(document.values, pattern, ()):
             if isinstance(section[key], str):
                 require_defined(section[key], document.where(path))
-                given = section.get("arguments") or () if isinstance(section, dict) else ()
+                arguments = section.get("arguments") if isinstance(section, dict) else None
                 call = _CALLS[pattern]
-                require_callable(
-                    section[key], document.where(path), replace(call, keywords=given) if given else call
-                )
+                if arguments:
+                    call = replace(call, keywords=arguments)
+                require_callable(section[key], document.where(path), call)
 
 
 def with_whole_paths(document: YamlDocument, settings: Sequence[Setting[Any]] = ()) -> YamlDocument:

@@ -91,8 +91,10 @@ def with_collectives(speeds: MeasuredSpeeds, task: Task, device: torch.device) -
     speeds = replace(speeds, processes=world, collectives=collective_curves(effort.payloads))
     around, waiting = dict[str, float](), dict[str, float]()
     for axis in effort.axes:
-        given = {key: world if value == _WHOLE else value for key, value in SETTINGS_OF_AXIS[axis].items()}
-        small, large = (timed_step(model, 64, 2, given, device, effort.plain_steps) for model in (TINY, WIDE))
+        settings = {key: world if value == _WHOLE else value for key, value in SETTINGS_OF_AXIS[axis].items()}
+        small, large = (
+            timed_step(model, 64, 2, settings, device, effort.plain_steps) for model in (TINY, WIDE)
+        )
         speeds = replace(speeds, ratios={**ratios([small, large], speeds.plain), **speeds.ratios})
         around[axis], waiting[axis] = around_collectives(small, large, speeds, axis)
     for axis in SETTINGS_OF_AXIS:

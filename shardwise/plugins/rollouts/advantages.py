@@ -37,10 +37,9 @@ def group_advantages(
             is ``group / (group - 1)`` times as far.
     """
     grouped = rewards.unflatten(0, (-1, group))
-    equal = grouped.amax(1, keepdim=True) == grouped.amin(1, keepdim=True)
-    centred = (grouped - grouped.mean(1, keepdim=True)).where(
-        ~equal, 0
-    )  # the mean of 0.1 three times is not 0.1
+    # The mean of 0.1 three times is not 0.1.
+    differ = grouped.amax(1, keepdim=True) != grouped.amin(1, keepdim=True)
+    centred = (grouped - grouped.mean(1, keepdim=True)).where(differ, 0)
     if scaled:
         centred = centred / (grouped.std(1, keepdim=True) + STD_FLOOR)
     return centred.flatten() * (group / (group - 1) if leave_one_out else 1)
