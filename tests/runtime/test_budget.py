@@ -97,6 +97,9 @@ def by_its_own_generator(x: Tensor) -> Tensor:
 
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: F.relu(x, inplace=True),
+    "dropout in place": lambda x: F.dropout(x, 0.5, inplace=True).add_(x.detach().mean()).sin(),
+    "added in place": lambda x: x.add_((x.detach() @ torch.ones(16, 16)).mul_(0.1)).sin(),
+    "part in place": lambda x: torch.cat([x[..., :8].mul_(2), x[..., 8:]], -1).sin(),
     "dropout": lambda x: F.dropout(F.silu(F.dropout(x, 0.5)), 0.5),
     "random": lambda x: x * torch.rand_like(x) + torch.randn(16),
     "filled": filled,
@@ -150,9 +153,10 @@ def test_a_budget_of_one_leaves_the_block() -> None:
     assert within_budget([block], 1.0) == [block]
 
 
-def test_no_grad_other_lengths_and_retained_graphs() -> None:
+@pytest.mark.parametrize("name", ["norm", "relu"])
+def test_no_grad_other_lengths_and_retained_graphs(name: str) -> None:
     torch.manual_seed(0)
-    block = Block(BETWEEN["norm"])
+    block = Block(BETWEEN[name])
     (wrapped,) = within_budget([block], 0.3)
     x = torch.randn(2, 5, 8)
     for length in (5, 7, 5):

@@ -121,6 +121,21 @@ def test_selective_recomputes_no_product() -> None:
     assert selective.peaks["forward"].ledger.activations < none.peaks["forward"].ledger.activations
 
 
+@pytest.mark.parametrize("more", [{}, {"quantize": "nf4"}, {"name": "dora"}, {"dropout": 0.1}], ids=str)
+@pytest.mark.parametrize("experts", [0, 4])
+def test_selective_recomputes_no_product_of_an_adapter(experts: int, more: dict[str, Any]) -> None:
+    """LoRA adds to the base layer's product in place. The sum is kept."""
+    adapter = {"name": "lora", "rank": 4, "targets": "all", **more}
+    model = DECODER | ({"experts": experts, "experts_per_token": 2} if experts else {})
+
+    def flops(kind: str) -> int:
+        asked = recipe({**model, "layers": 2}, adapter=adapter, cluster={"preset": "1xH100-80GB"})
+        strategy = strategy_from({"precision": "bf16", "activation_checkpointing": kind})
+        return dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster)).cost.flops
+
+    assert flops("selective") == flops("none")
+
+
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING.examples)
 def test_it_sends_nothing_more(kind: str) -> None:
     """Under ZeRO 3: the second run and the backward pass share one gathering of each block."""

@@ -8,7 +8,8 @@ dispatch modes do this: ``Keeping`` around the first run of a block, ``Returning
 Two kinds of products are not kept. Attention with dropout runs again, because a skipped kernel would not advance the
 random generator, and every later dropout mask would change. So does a batched product that is larger than both
 factors: the scores of unfused attention, the largest tensors of a block. A kept result that was overwritten in place
-is dropped, and its operation runs again.
+is dropped, and its operation runs again. But if the operation that overwrites it is the first to use it, as where LoRA
+adds to the base layer's product, what it leaves is kept, and neither runs again.
 
 Why not ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: it raises an error at the first kept result
 that was overwritten in place, as PyTorch's own unfused attention does with its mask. Writes are detected by storage
@@ -95,10 +96,18 @@ class _WrittenTo(Exception):
 
 @dataclass
 class _Result:
-    """One tensor of a kept result, and aliases of its memory that have their own version counters."""
+    """One tensor of a kept result, and aliases of its memory that have their own version counters.
+
+    Attributes:
+        tensors: the same, the result first, as long as the block runs.
+    """
 
     kept: SavedTensor
+    tensors: list[Tensor]
     others: list[SavedTensor] = field(default_factory=list)
+
+    def save_again(self) -> None:
+        self.kept, *self.others = map(save_offloaded, self.tensors)
 
     def take(self) -> Tensor:
         tensor = self.kept.value()
@@ -115,12 +124,24 @@ class Results:
         """Generators that the block itself draws from, with their states before the first draw."""
         self._results: dict[OperationCall, Any] = {}
         self._by_storage: dict[int, tuple[OperationCall, _Result]] = {}  # while the block runs
+        self._unread: set[int] = set()  # of these storages, those that no operation has read
+        self._updates: dict[
+            OperationCall, OperationCall
+        ] = {}  # in-place operations with what made their results
+        self._updated: list[_Result] = []  # by the operation that runs
+        self._taken: set[OperationCall] = set()
 
-    def put(self, call: OperationCall, result: Any) -> None:
+    def put(self, call: OperationCall, result: Any, *, unread: bool = False) -> None:
+        """Keep a result; ``unread``: of the operation that runs."""
+
         def kept(tensor: Tensor) -> _Result:
-            kept_result = _Result(save_offloaded(outside_autograd(tensor)))
+            tensor = outside_autograd(tensor)
+            kept_result = _Result(save_offloaded(tensor), [tensor])
             if is_plain(tensor):
-                self._by_storage[storage_key(tensor.untyped_storage())] = call, kept_result
+                key = storage_key(tensor.untyped_storage())
+                self._by_storage[key] = call, kept_result
+                if unread:
+                    self._unread.add(key)
             return kept_result
 
         self._results[call] = tree_map_only(Tensor, kept, result)
@@ -132,18 +153,40 @@ class Results:
         for tensor in filter(is_plain, tensors):
             _, result = self._by_storage.get(storage_key(tensor.untyped_storage()), (None, None))
             if result is not None:
-                result.others.append(save_offloaded(outside_autograd(tensor)))
+                result.tensors.append(outside_autograd(tensor))
+                result.others.append(save_offloaded(result.tensors[-1]))
 
-    def before_write(self, tensors: Iterable[Any]) -> None:
-        """Drop results that an operation is about to overwrite; copy those of operations that run only once."""
+    def before_write(self, writer: OperationCall, tensors: Iterable[Any]) -> None:
+        """Drop results that an operation is about to overwrite; copy those of operations that run only once.
+
+        Results that nothing has read yet stay, with what the operation writes.
+        """
         for tensor in filter(is_plain, tensors):
-            call, result = self._by_storage.pop(storage_key(tensor.untyped_storage()), (None, None))
-            if call is None or result is None:
+            key = storage_key(tensor.untyped_storage())
+            if key in self._unread and _updates_first_argument(writer[0]):
+                self._updates[writer], result = self._by_storage[key]
+                self._updated.append(result)
                 continue
-            if runs_once(call[0]) and (now := result.kept.value()) is not None:
-                result.kept, result.others = save_offloaded(now.clone()), []
+            self._unread.discard(key)
+            call, overwritten = self._by_storage.pop(key, (None, None))
+            if call is None or overwritten is None:
+                continue
+            if runs_once(call[0]) and (now := overwritten.kept.value()) is not None:
+                overwritten.kept, overwritten.others = save_offloaded(now.clone()), []
+                overwritten.tensors.clear()
             else:
                 self._results.pop(call, None)
+
+    def save_updated(self) -> None:
+        """Save what the last operation wrote. Autograd raises version counters when an operation has ended."""
+        for result in self._updated:
+            result.save_again()
+        self._updated.clear()
+
+    def note_reads(self, tensors: Iterable[Any], result: Any) -> None:
+        """Note the operands of an operation. One that returns the memory of an operand does not read that one."""
+        if self._unread:
+            self._unread -= _storage_keys(tensors) - _storage_keys(tensors_in(result))
 
     def calls(self) -> Collection[OperationCall]:
         """The calls whose results are kept."""
@@ -155,7 +198,11 @@ class Results:
 
     def ended(self) -> None:
         """The block has run: its storages may be freed and their keys reused."""
+        self.save_updated()
+        for _, result in self._by_storage.values():
+            result.tensors.clear()
         self._by_storage.clear()
+        self._unread.clear()
 
     def take(self, call: OperationCall) -> Any:
         """Remove and return a result; None when it was not kept or was written to since."""
@@ -163,11 +210,18 @@ class Results:
         if kept is None:
             return None
         with suppress(_WrittenTo):
-            return tree_map_only(_Result, _Result.take, kept)
+            result = tree_map_only(_Result, _Result.take, kept)
+            self._taken.add(call)
+            return result
         return None
+
+    def is_updated_by(self, call: OperationCall) -> bool:
+        """Whether a result that was taken has already what this call would write."""
+        return self._updates.get(call) in self._taken
 
     def clear(self) -> None:
         self._results.clear()
+        self._taken.clear()
 
 
 Policy = Callable[[OperationCall, tuple[Any, ...], Mapping[str, Any], Any], bool]
@@ -187,14 +241,17 @@ class Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._kept.before_write(written_by(func, args, kwargs))
+        call = func, self._calls[func]
+        self._calls[func] += 1
+        self._kept.save_updated()
+        self._kept.before_write(call, written_by(func, args, kwargs))
         if (generator := kwargs.get("generator")) is not None:
             self._kept.generators.setdefault(generator, generator.get_state())
         result = func(*args, **kwargs)
-        call = func, self._calls[func]
-        self._calls[func] += 1
+        if not func.is_view and func.namespace != "prim":
+            self._kept.note_reads(tensors_in(args, kwargs), result)
         if self._policy(call, args, kwargs, result):
-            self._kept.put(call, result)
+            self._kept.put(call, result, unread=True)
         elif not func.is_view:
             self._kept.meet(tensors_in(result))
         return result
@@ -237,10 +294,12 @@ class Returning(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = self._kept.take((func, self._calls[func]))
+        call = func, self._calls[func]
         self._calls[func] += 1
-        if result is not None:
+        if (result := self._kept.take(call)) is not None:
             return result
+        if self._kept.is_updated_by(call):
+            return args[0]
         if self._buffers and _operation_name(func).endswith("_"):
             for tensor in filter(is_plain, written_by(func, args, kwargs)):
                 if storage_key(tensor.untyped_storage()) in self._buffers:
@@ -285,6 +344,23 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not written:
         return []
     return tensors_in(*(args[at] if at < len(args) else kwargs.get(name) for at, name in written))
+
+
+@cache
+def _updates_first_argument(operation: Any) -> bool:
+    """Whether all that an operation does is to write to its first argument, which it returns with the same shape.
+
+    Its second run may then be left out, unless it draws random numbers: every later one would change.
+    """
+    returns = schema_of(operation).returns
+    written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    first_alone = [position for position, _ in _written_arguments(operation)] == [0]
+    others = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
+    return written and first_alone and others.isdisjoint(operation.tags)
+
+
+def _storage_keys(tensors: Iterable[Any]) -> set[int]:
+    return {storage_key(tensor.untyped_storage()) for tensor in tensors if is_plain(tensor)}
 
 
 @cache
