@@ -146,6 +146,26 @@ def test_layers_have_the_bits_of_their_group(tmp_path: Path) -> None:
     assert torch.equal(files.read("a.b.weight"), weight.dequantize())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("target", ["re:.*c$", "a.c"])
+def test_a_pattern_or_a_path_goes_before_a_class(bits: int, target: str, tmp_path: Path) -> None:
+    """Layers of other bits than the rest, listed before the class of the rest, as llm-compressor writes them."""
+    config = _compressed("pack-quantized", num_bits=bits)
+    rest = config["config_groups"]["group_0"]
+    own = {"targets": [target], "weights": {**rest["weights"], "num_bits": 12 - bits}}
+    config["config_groups"] = {"group_0": {**rest, **own}, "group_1": rest}
+    weight = IntWeight(numbers(-8, 8, ROWS, COLUMNS).to(torch.int8), torch.ones(ROWS, 1), None, bits)
+    files = opened(tmp_path, dict(weight.tensors()), config)
+    assert torch.equal(files.read("a.b.weight"), weight.dequantize())
+
+
+def test_codes_of_other_bits_than_the_config_says_are_refused(tmp_path: Path) -> None:
+    weight = IntWeight(numbers(-8, 8, ROWS, COLUMNS).to(torch.int8), torch.ones(ROWS, 1), None, 8)
+    files = opened(tmp_path, dict(weight.tensors()), _compressed("pack-quantized", num_bits=4))
+    with pytest.raises(CheckpointError, match="64 codes has 16 words, not 8 as in 4 bits"):
+        files.read("a.b.weight")
+
+
 def test_kashin_weights_are_read_from_their_folder(tmp_path: Path) -> None:
     weight = kashin_weight(ROWS, COLUMNS, (2, 2))
     config = quantization_config(scheme_of("w4a16-channel"), [], "kashin")

@@ -8,7 +8,7 @@ whenever it is read, in fp32 and without rounding. ``stored`` returns the quanti
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,18 +59,20 @@ def _unreadable_format(why: str, where: str) -> RecipeError:
 
 
 def _compressed(config: Mapping[str, Any], where: str) -> Formats:
-    groups: list[tuple[Sequence[str], CompressedTensors]] = []
+    formats: dict[str, CompressedTensors] = {}
     for group in config["config_groups"].values():
         form = group.get("format") or config["format"]
         weights = group["weights"]
         bits, block = weights["num_bits"], weights.get("block_structure")
         if form not in _READABLE or bits > 8 or (weights["type"] == "float" and bits != 8):
             raise _unreadable_format(f"its format is {form} with {bits} bits", where)
-        groups.append((group["targets"], CompressedTensors(bits, tuple(block) if block else None)))
+        formats |= dict.fromkeys(group["targets"], CompressedTensors(bits, tuple(block) if block else None))
+    # As in compressed-tensors: a layer's path goes before patterns, these before its class.
+    ordered = sorted(formats, key=lambda target: (target.startswith("re:"), target))
+    of_class = formats.get("Linear") or next(iter(formats.values()))
 
     def of(path: str) -> Format:
-        named = (form for targets, form in groups if any(_is_target(target, path) for target in targets))
-        return next(named, groups[0][1])
+        return next((formats[target] for target in ordered if _is_target(target, path)), of_class)
 
     return of
 

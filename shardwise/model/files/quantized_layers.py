@@ -106,6 +106,11 @@ class CompressedTensors(Format):
 
     def _with_gaps(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
         """Codes of 3, 5, 6 or 7 bits as compressed-tensors packed them before 0.18: no code crosses a word."""
+        words, expected = tensors[PACKED].shape[1], -(-shape[1] // (32 // self.width))
+        if words != expected:
+            raise ValueError(
+                f"a row of {shape[1]} codes has {words} words, not {expected} as in {self.width} bits"
+            )
         zero = tensors.get(ZERO)
         zeros = None if zero is None else _spaced(zero.t(), self.width, shape[0]).t().contiguous()
         codes = _spaced(tensors[PACKED], self.width, shape[1])

@@ -41,10 +41,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The batches, and text that is equal for the same tokens."""
+    """The batches, text that is equal for the same tokens, and sentences about them."""
 
     batches: Batches
     identity: str
+    notes: tuple[str, ...] = ()
 
     def of(self, ranks: Ranks) -> Batches:
         """The batches of one rank."""
@@ -100,7 +101,8 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
         joined(held_out, "labels"),
         [_token_mask(filled[at : at + size], source.length) for at in range(0, sequences, size)],
     )
-    return Chosen(batches, identity)
+    fewer = f"the calibration text has {sequences} sequences of {source.length} tokens, not {texts.sequences}"
+    return Chosen(batches, identity, (fewer,) if sequences < texts.sequences else ())
 
 
 def _token_mask(filled: list[int | None], length: int) -> Tensor | None:

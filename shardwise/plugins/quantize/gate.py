@@ -76,4 +76,5 @@ def lost(sums: Tensor) -> Lost:
     """The means of ``losses``."""
     base, quantized, kl, tokens = sums.tolist()
     count = max(1.0, tokens)
-    return Lost(base / count, quantized / count, max(0.0, kl / count), int(tokens))
+    # Rounding may leave a small negative KL. As the first argument, NaN stays NaN.
+    return Lost(base / count, quantized / count, max(kl / count, 0.0), int(tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.errors import ResourceError
+from shardwise.core.errors import NumericsError, RecipeError, ResourceError
 from shardwise.core.progress import Say
 from shardwise.core.scheme import scheme_of
 from shardwise.core.units import format_bytes
@@ -34,7 +35,7 @@ from shardwise.plugins.quantize.report import Quantized
 from shardwise.plugins.quantize.rotated_source import require_same_logits, rotated_source
 from shardwise.plugins.quantize.settings import Settings, Watching
 from shardwise.plugins.quantize.source import SourceModel, open_source_model
-from shardwise.plugins.quantize.state import PassState
+from shardwise.plugins.quantize.state import UNQUANTIZED, PassState
 from shardwise.plugins.quantize.stream import kept_matrices, quantize_blocks
 from shardwise.plugins.quantize.walk import Walk
 from shardwise.plugins.quantize.walk_check import require_walk, walking
@@ -63,6 +64,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     ranks = Ranks.joined()
     chosen = open_batches(source, settings.model, texts, ranks.size)
     batches = chosen.of(ranks)
+    notes += chosen.notes
     with walking(plain.blueprint):
         predicted = ranks.largest(predicted_peak(source, quantizer, experts, batches, COMPUTE_DTYPE))
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
@@ -81,16 +83,20 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     with watching(walk.depth, state.done) as done:
         sums = quantize_blocks(walk, quantizer, batches, state, done, ranks=ranks, experts=experts)
     meter.sample()
+    rows, measured = state.rows(), ranks.largest(meter.peak.allocated)
     quantized = Quantized(
         settings.scheme,
         settings.method,
-        state.rows(),
+        rows,
         lost(sums),
         predicted,
-        ranks.largest(meter.peak.allocated),
-        other_rows(source.contents, state.rows()),
+        measured,
+        other_rows(source.contents, rows),
         notes,
     )
+    if all(row.method == UNQUANTIZED for row in rows) and ranks.rank == 0:
+        state.remove()  # nothing in it is worth keeping
+    _require_result(quantized, settings.model)
     if settings.max_kl is not None and not quantized.lost.kl <= settings.max_kl:
         return quantized
     if ranks.rank != 0:
@@ -149,6 +155,29 @@ def _require_memory(predicted: int) -> None:
             why=f"{format_bytes(predicted)} needed, {format_bytes(room)} free",
             fix="give fewer --sequences or a smaller --sequence-length",
         )
+
+
+def _require_result(quantized: Quantized, model: str) -> None:
+    """Raise NumericsError for losses that are not finite, RecipeError if no weight has fewer bits than before."""
+    if not math.isfinite(quantized.lost.kl):
+        raise NumericsError(
+            "the model's logits are not finite, before or after quantization",
+            where=model,
+            why="; ".join(_reasons(quantized)),
+            fix="give a model whose weights are finite",
+        )
+    if all(row.method == UNQUANTIZED for row in quantized.layers):
+        raise RecipeError(
+            "no weight was quantized",
+            where=model,
+            why="; ".join(_reasons(quantized)),
+            fix="give another --scheme or --method, or more --sequences",
+        )
+
+
+def _reasons(quantized: Quantized) -> list[str]:
+    """Why weights stay as they are."""
+    return list(dict.fromkeys(row.why for row in quantized.layers if row.why))
 
 
 @torch.no_grad()

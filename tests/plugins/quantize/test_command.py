@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.cli.main import run
 from shardwise.core.cache_folder import default_root
@@ -193,6 +193,60 @@ def test_the_gate_writes_nothing_above_the_limit(
     passed = said([*words, "--max-kl", str(1.01 * refused["kl"])], capfd)
     assert (passed["kl"], passed["layers"]) == (refused["kl"], refused["layers"]) and refused["kl"] > 1e-9
     assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out.quantizing").exists()
+
+
+@pytest.mark.usefixtures("no_prediction")
+def test_logits_that_are_not_finite_are_no_result(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their KL divergence is undefined, and not 0."""
+    base = saved_model(
+        tmp_path / "base", vocab_size=256, num_hidden_layers=3
+    )  # the walk's check runs two blocks
+    stored = load_file(base / "model.safetensors")
+    stored["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+    capfd.readouterr()
+    words = [str(base), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
+    assert run(["quantize", *words, "--calibrate", str(folder / "words.txt")]) == 6
+    err = capfd.readouterr().err
+    assert "logits are not finite" in err and "the weight has infinite or undefined values" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_prediction")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ["--scheme", "w4a16-g128", "--method", "rtn"],
+            "64 input channels are no multiple of the group of 128",
+        ),
+        (
+            ["--scheme", "w4a16-g16", "--method", "gptq", "--sequences", "0"],
+            "no calibration token reaches it",
+        ),
+    ],
+    ids=["group", "calibration"],
+)
+def test_a_folder_without_quantized_weights_is_not_written(
+    options: list[str], why: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(folder / "base"), str(tmp_path / "out"), *SHORT, "--calibrate", str(folder / "words.txt")]
+    assert run(["quantize", *words, *options]) == 2
+    err = capfd.readouterr().err
+    assert "no weight was quantized" in err and why in err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.quantizing").exists()
+
+
+@pytest.mark.usefixtures("no_prediction")
+def test_fewer_calibration_sequences_than_asked_for_are_named(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w8a16", "--method", "rtn", *SHORT]
+    words += ["--calibrate", str(folder / "words.txt"), "--sequences", "5000", "--json"]
+    (note,) = said(words, capfd)["notes"]
+    assert re.fullmatch(r"the calibration text has \d+ sequences of 16 tokens, not 5000", note)
 
 
 @pytest.mark.usefixtures("no_prediction")

@@ -202,6 +202,17 @@ def test_layers_that_do_not_converge_are_kept_and_reported(tmp_path: Path) -> No
     assert not {row.name for row, _ in state.weights()} & kept.keys()
 
 
+def test_inputs_that_are_no_multiple_of_the_group_get_no_scale(tmp_path: Path) -> None:
+    """48 of the block's input: its readers stay as they are, the others are quantized."""
+    folder = saved_model(tmp_path / "model", hidden_size=48, head_dim=16, intermediate_size=64)
+    state = PassState(tmp_path / "out", {})
+    pass_over(folder, state, method_of("awq"), "w4a16-g32")
+    kept = {row.name.rpartition(".")[2]: row.why for row in state.rows() if row.method == UNQUANTIZED}
+    why = "48 input channels are no multiple of the group of 32"
+    assert kept == dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), why)
+    assert {row.name.rpartition(".")[2] for row, _ in state.weights()} == {"o_proj", "down_proj"}
+
+
 def test_a_folding_that_moves_the_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of a norm that one of its readers does not get: nothing is quantized, in one line."""
     folder = saved_model(tmp_path / "model")

@@ -31,7 +31,7 @@ from shardwise.plugins.quantize.blocks import (
     fold,
     pre_norm_block,
 )
-from shardwise.plugins.quantize.methods.base import InputStatistics, QuantizationMethod
+from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged, QuantizationMethod
 from shardwise.plugins.quantize.methods.rounding import (
     REHEARSED,
     WHOLE_SEARCH,
@@ -87,7 +87,11 @@ class AWQ(QuantizationMethod):
                 continue
             layers = [block.get_submodule(name) for name in group.layers]
             linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-            scale = awq_scale([layer.weight for layer in linear], given, scheme, self.symmetric, self.steps)
+            weights = [layer.weight for layer in linear]
+            try:
+                scale = awq_scale(weights, given, scheme, self.symmetric, self.steps)
+            except NotConverged:  # a layer without levels stays as it is; its neighbours are clipped
+                continue
             fold(block.get_submodule(group.previous), linear, scale)
             statistics.update(dict.fromkeys(group.layers, given.divided(scale)))
             changed += [group.previous, *group.layers]

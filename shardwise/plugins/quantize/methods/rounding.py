@@ -211,8 +211,14 @@ def _levels_between(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype
 
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale that the dtype represents, in fp32. A group of zeros gets the smallest normal number."""
-    return scale.to(dtype).float().clamp_(min=torch.finfo(dtype).tiny)
+    """The scale that the dtype represents, in fp32. A group of zeros gets the smallest number.
+
+    That is the smallest normal one, since kernels may flush others to 0. In fp16 they do not, and need them: scales of
+    8 bits are below 6e-5 where all weights of a group are below 0.008.
+    """
+    limits = torch.finfo(dtype)
+    least = limits.tiny * limits.eps if dtype == torch.float16 else limits.tiny
+    return scale.to(dtype).float().clamp_(min=least)
 
 
 def _column(zero: Tensor | None) -> Tensor | None:

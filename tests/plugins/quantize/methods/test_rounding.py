@@ -80,6 +80,13 @@ def test_a_clipped_group_is_never_worse(bits: int, symmetric: bool, dtype: torch
         assert (least <= squared_error(groups, without.rounded(groups), None)).all()
 
 
+@pytest.mark.parametrize("name", ["w8a16", "w8a16-g32", "w4a16-g32"])
+def test_small_weights_lose_as_much_in_fp16_as_in_fp32(name: str) -> None:
+    """Scales of 8 bits are subnormal numbers of fp16 here."""
+    weight = 1e-3 * normal(64, 256)
+    assert error(weight.half(), name) == pytest.approx(error(weight.half().float(), name), rel=0.03)
+
+
 def test_importance_moves_the_range_to_the_channels_that_count() -> None:
     """A channel with large inputs keeps its outlier; the Hessian of one group with a diagonal says the same."""
     groups = normal(8, 64).view(8, 1, 64)
