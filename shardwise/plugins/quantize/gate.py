@@ -39,7 +39,7 @@ def _exp(loss: float) -> float:
 
 @torch.no_grad()
 def losses(
-    head: Callable[[Tensor], Tensor],
+    heads: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]],
     base: Sequence[Tensor],
     quantized: Sequence[Tensor],
     labels: Sequence[Tensor],
@@ -47,16 +47,17 @@ def losses(
     """Sums over the tokens with a label, fp64 [4]: loss of the base, of the quantized model, KL, number of tokens.
 
     Args:
-        head: hidden states [b, s, h] to logits [b, s, vocab].
+        heads: hidden states [b, s, h] to logits [b, s, vocab], of both models.
         base, quantized: hidden states after the last block, a batch each.
         labels: [b, s], already shifted; -100 is not counted.
     """
     sums = torch.zeros(4, dtype=torch.float64)
+    base_head, head = heads
     for ours, theirs, targets in zip(base, quantized, labels, strict=True):
         step = max(2, LOGIT_ROWS // targets.shape[0])
         for start in range(0, targets.shape[1], step):
             part = slice(start, start + step)
-            sums += _loss_sums(head(ours[:, part]), head(theirs[:, part]), targets[:, part])
+            sums += _loss_sums(base_head(ours[:, part]), head(theirs[:, part]), targets[:, part])
     return sums
 
 

@@ -63,9 +63,11 @@ def predicted_peak(
     experts: Sequence[ExpertLayer],
     batches: Batches,
     dtype: torch.dtype,
+    original: SourceModel | None = None,
 ) -> int:
     """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
-    walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
+    walk = _fake_walk(source, dtype)
+    base = None if original is None else _fake_walk(original, dtype)
     blocks = None if source.blueprint.depth is None else range(1)
     rehearsed = replace(quantizer, method=quantizer.method.rehearsal(), least_tokens=0)
 
@@ -76,7 +78,7 @@ def predicted_peak(
             _like(batches.labels),
             [None if mask is None else torch.empty_like(mask) for mask in batches.counted],
         )
-        quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks, experts=experts)
+        quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks, experts=experts, original=base)
 
     return counted_peak(run) + cpu_profile(1).overhead.workspace_bytes
 
@@ -93,6 +95,10 @@ def counted_peak(run: Callable[[], object]) -> int:
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in tensors]
+
+
+def _fake_walk(source: SourceModel, dtype: torch.dtype) -> Walk:
+    return Walk(source.blueprint, source.over(_fake_read(source)), dtype)
 
 
 def _fake_read(source: SourceModel) -> ReadTensor:

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.errors import NumericsError, RecipeError, ResourceError
 from shardwise.core.progress import Say
-from shardwise.core.scheme import scheme_of
+from shardwise.core.scheme import Scheme, scheme_of
 from shardwise.core.units import format_bytes
 from shardwise.hardware.this_machine import memory_left, usable_memory
 from shardwise.model.files.compressed_tensors import METHOD, quantization_config
@@ -54,6 +54,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     source = plain = open_source_model(settings.model, settings.length)
     if settings.rotate is not None:
         source = rotated_source(plain)
+    original = None if source is plain else plain
     require_packable(source.blueprint, source.contents)
     quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
     with torch.device("meta"):
@@ -66,7 +67,8 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     batches = chosen.of(ranks)
     notes += chosen.notes
     with walking(plain.blueprint):
-        predicted = ranks.largest(predicted_peak(source, quantizer, experts, batches, COMPUTE_DTYPE))
+        predicted = predicted_peak(source, quantizer, experts, batches, COMPUTE_DTYPE, original)
+        predicted = ranks.largest(predicted)
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
     _require_memory(predicted)
     for note in notes:
@@ -77,11 +79,12 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     _warm(quantizer)
     gc.collect()
     meter = MemoryMeter(torch.device("cpu"), exact=True)
-    walk = Walk(source.blueprint, source.over(source.lowest), COMPUTE_DTYPE)
+    walk = _walk(source)
+    base = None if original is None else _walk(original)
     if state.done:
         say(f"going on after block {state.done} of {walk.depth}")
     with watching(walk.depth, state.done) as done:
-        sums = quantize_blocks(walk, quantizer, batches, state, done, ranks=ranks, experts=experts)
+        sums = quantize_blocks(walk, quantizer, batches, state, done, None, ranks, experts, base)
     meter.sample()
     rows, measured = state.rows(), ranks.largest(meter.peak.allocated)
     quantized = Quantized(
@@ -94,20 +97,28 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         other_rows(source.contents, rows),
         notes,
     )
-    if all(row.method == UNQUANTIZED for row in rows) and ranks.rank == 0:
-        state.remove()  # nothing in it is worth keeping
-    _require_result(quantized, settings.model)
+    _require_result(quantized, settings.model, state if ranks.rank == 0 else None)
     if settings.max_kl is not None and not quantized.lost.kl <= settings.max_kl:
         return quantized
     if ranks.rank != 0:
         return replace(quantized, folder=settings.out)
-    kept = ignored(source.blueprint, source.contents, quantized.layers)
-    symmetric = not any(ZERO in row.tensors for row in quantized.layers)
     of_experts = quantizer.of_experts().scheme if experts else None
-    config = quantization_config(quantizer.scheme, kept, settings.method, symmetric, of_experts)
+    config = _quantization_config(source, quantizer, quantized, of_experts)
     written = write_quantized(settings.out, source.contents, state, config, quantized.result())
     state.remove()
     return replace(quantized, folder=settings.out, stored_bytes=written.bytes)
+
+
+def _quantization_config(
+    source: SourceModel, quantizer: Quantizer, quantized: Quantized, of_experts: Scheme | None
+) -> dict[str, Any]:
+    kept = ignored(source.blueprint, source.contents, quantized.layers)
+    symmetric = not any(ZERO in row.tensors for row in quantized.layers)
+    return quantization_config(quantizer.scheme, kept, quantized.method, symmetric, of_experts)
+
+
+def _walk(source: SourceModel) -> Walk:
+    return Walk(source.blueprint, source.over(source.lowest), COMPUTE_DTYPE)
 
 
 def _result_notes(
@@ -157,8 +168,14 @@ def _require_memory(predicted: int) -> None:
         )
 
 
-def _require_result(quantized: Quantized, model: str) -> None:
-    """Raise NumericsError for losses that are not finite, RecipeError if no weight has fewer bits than before."""
+def _require_result(quantized: Quantized, model: str, state: PassState | None) -> None:
+    """Raise NumericsError for losses that are not finite, RecipeError if no weight is quantized.
+
+    In both cases ``state``, if given, is removed: the same pass would end so again.
+    """
+    kept = all(row.method == UNQUANTIZED for row in quantized.layers)
+    if state is not None and (kept or not math.isfinite(quantized.lost.kl)):
+        state.remove()
     if not math.isfinite(quantized.lost.kl):
         raise NumericsError(
             "the model's logits are not finite, before or after quantization",
@@ -166,7 +183,7 @@ def _require_result(quantized: Quantized, model: str) -> None:
             why="; ".join(_reasons(quantized)),
             fix="give a model whose weights are finite",
         )
-    if all(row.method == UNQUANTIZED for row in quantized.layers):
+    if kept:
         raise RecipeError(
             "no weight was quantized",
             where=model,

@@ -13,6 +13,7 @@ on fake tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,6 +78,7 @@ def quantize_blocks(
     blocks: Iterable[int] | None = None,
     ranks: Ranks = ALONE,
     experts: Sequence[ExpertLayer] = (),
+    original: Walk | None = None,
 ) -> Tensor:
     """Quantize every block and save it in ``state``; returns the sums of ``losses``.
 
@@ -84,18 +86,25 @@ def quantize_blocks(
         batches: those of this rank.
         blocks: the blocks to run, in order; a prediction leaves out those that are like others.
         experts: the mixtures' experts that are quantized.
+        original: of the base model, where its weights are not those that are quantized (a rotated model in 16 bits).
     """
     calibration = list(walk.embedded(batches.calibration))
-    base = list(walk.embedded(batches.held_out))
-    quantized = [hidden.clone() for hidden in base]  # so that every block holds equally much
+    base = list((original or walk).embedded(batches.held_out))
+    # Clones, so that every block holds equally much.
+    embedded = (hidden.clone() for hidden in base) if original is None else walk.embedded(batches.held_out)
+    quantized = list(embedded)
     inside = walk.blueprint.blocks(walk.model)
     targets, kept = (
         set(linear_layers(walk.model, inside)),
         kept_matrices(walk.model, inside, quantizer.dtypes, experts),
     )
     for index in range(walk.depth) if blocks is None else blocks:
+        if original is not None:
+            with original.loaded(index, base[0]) as run:
+                _advance(run, base)
         with walk.loaded(index, (calibration or base)[0]) as run:
-            _advance(run, base)
+            if original is None:
+                _advance(run, base)
             block = _Block(walk, index, targets, kept, experts, quantizer)
             if index in state:
                 result = state.load(index)
@@ -108,8 +117,8 @@ def quantize_blocks(
             _advance(run, calibration)
             _advance(run, quantized)
         done(index)
-    with walk.head() as head:
-        return ranks.add(losses(head, base, quantized, batches.labels))
+    with walk.head() as head, nullcontext(head) if original is None else original.head() as base_head:
+        return ranks.add(losses((base_head, head), base, quantized, batches.labels))
 
 
 def kept_matrices(

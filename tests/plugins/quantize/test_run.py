@@ -26,7 +26,7 @@ from tests.harness.corpora import write_words
 from tests.harness.pool import Pool
 from tests.plugins.quantize.stubs import saved_model, unpredicted
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
 
 LENGTH = 16
@@ -101,6 +101,39 @@ def test_the_folder_has_the_loss_that_was_reported(
         found.lost.quantized_loss, rel=1e-5
     )
     assert found.lost.kl > 1e-6
+
+
+def test_the_base_of_a_rotated_model_in_16_bits_is_the_model(tmp_path: Path) -> None:
+    """Rounding the rotated weights to bf16 counts as a loss."""
+    base, text = (
+        saved_model(tmp_path / "fp32", vocab_size=256, tie_word_embeddings=True),
+        tmp_path / "words.txt",
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16")
+    model.save_pretrained(tmp_path / "base")
+    write_words(text, 2000)
+    with unpredicted():
+        found = quantize_model(
+            Settings(
+                *(
+                    str(tmp_path / "base"),
+                    tmp_path / "out",
+                    "w8a16",
+                    "rtn",
+                    str(text),
+                    None,
+                    "bytes",
+                    4,
+                    LENGTH,
+                ),
+                rotate="hadamard",
+            )
+        )
+    base_loss = loss_of(tmp_path / "base", tmp_path / "base", text)
+    assert found.lost.base_loss == pytest.approx(base_loss, rel=1e-6)
+    assert found.lost.quantized_loss == pytest.approx(
+        loss_of(tmp_path / "out", tmp_path / "base", text), rel=1e-6
+    )
 
 
 UNCALIBRATED, ROTATED = ["--sequences", "0"], ["--rotate", "hadamard"]
