@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import secrets
 import shutil
@@ -27,7 +28,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.core.atomic_file import make_folder, require_new, sync_folder
-from shardwise.core.errors import CheckpointError, ResourceError
+from shardwise.core.errors import CheckpointError, NumericsError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.model.files.folder_layout import HFFolder, TensorGroup, TensorShape
 from shardwise.model.files.safetensors_reader import INDEX, SINGLE, STORED_DTYPES, WeightFiles
@@ -73,6 +74,7 @@ def write_model(target: Path, contents: Contents) -> Written:
         RecipeError: the folder exists.
         ResourceError: the disk is full or not writable.
         CheckpointError: a tensor reads back with other values.
+        NumericsError: a value would become infinite in the dtype to write.
     """
     require_new(target)
     files = list(_files(contents))
@@ -149,9 +151,23 @@ def _write_file(path: Path, file: _File, contents: Contents) -> dict[str, str]:
                         where=group.sources[0],
                         why=f"it is {list(tensors[name].shape)}, expected {list(shape)}",
                     )
-                yield name, tensors[name].to(dtype)
+                rounded = tensors[name].to(dtype)
+                if rounded.is_floating_point() and rounded.dtype != tensors[name].dtype:
+                    require_in_range(name, tensors[name], torch.finfo(dtype).max)
+                yield name, rounded
 
     return write_tensors(path, file.tensors, made(), {"format": "pt"})
+
+
+def require_in_range(name: str, tensor: Tensor, largest: float) -> None:
+    """Raise NumericsError if a finite value is above the largest one of the format to write."""
+    if tensor.numel() and largest < (value := float(tensor.abs().max())) < math.inf:
+        raise NumericsError(
+            "a weight is too large to be written in this format",
+            where=name,
+            why=f"its largest value is {value:.3g}, that of the format {largest:.3g}",
+            fix="write bf16 or fp32",
+        )
 
 
 def write_tensors(

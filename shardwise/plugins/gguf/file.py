@@ -7,6 +7,7 @@ families is in `families`, the tokenizer in `tokenizer`.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -22,13 +23,15 @@ from torch import Tensor
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
 from shardwise.core.extras import install
 from shardwise.core.units import format_bytes
-from shardwise.exporter.hf_writer import Contents
+from shardwise.exporter.hf_writer import Contents, require_in_range
 from shardwise.model.files.folder_layout import TensorShape
 from shardwise.plugins.gguf.families import Architecture
 from shardwise.plugins.gguf.tokenizer import add_tokenizer
 
 TYPES = {"fp32": "F32", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """GGUF's types of matrices, by their names in the command line."""
+LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0}
+"""The largest value of a type: its own, or that of its fp16 scale with the largest code."""
 
 NO_TOKENIZER = "without a tokenizer: it takes token ids"
 
@@ -66,6 +69,7 @@ def write_gguf(target: Path, contents: Contents, kind: str) -> WrittenFile:
         RecipeError: the file exists, gguf is not installed, or the model is of another family.
         ResourceError: the disk is full or not writable.
         CheckpointError: a tensor reads back with other values.
+        NumericsError: a value is beyond the range of its type.
     """
     if target.exists():
         raise RecipeError("the file exists already", where=str(target), fix="give another name, or delete it")
@@ -150,6 +154,7 @@ def _write_tensors(
     hashes: dict[str, str] = {}
 
     def put(name: str, values: Tensor) -> None:
+        require_in_range(name, values, LARGEST.get(types[name].name, math.inf))
         data = gguf.quants.quantize(values.contiguous().numpy(), types[name])
         hashes[name] = xxhash.xxh3_128_hexdigest(data.tobytes())
         writer.write_tensor_data(data)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.cli.main import run as run_cli
+from shardwise.core.errors import NumericsError
 from shardwise.core.scheme import scheme_of
-from shardwise.exporter.export_run import export_run
+from shardwise.exporter.export_run import export_model, export_run
 from shardwise.plugins.gguf.export import export_gguf
 from shardwise.plugins.gguf.tokenizer import LLAMA_3
 from tests.exporter.test_export_run import leave_run
@@ -94,6 +96,27 @@ def test_rounding_is_llama_cpps(kind: str, steps: int, tmp_path: Path) -> None:
     error = (read["blk.0.ffn_up.weight"].view(-1, 32) - blocks).abs()
     room = (0.5 if kind == "q8_0" else 1) + steps * 2**-11
     assert (error <= room * blocks.abs().amax(1, keepdim=True) / steps + 1e-6).all()
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("fp16", 6e4), ("q8_0", 8e6), ("q4_0", 5e5)])
+def test_weights_beyond_the_range_of_a_type_are_refused(kind: str, largest: float, tmp_path: Path) -> None:
+    """They were infinite in the file."""
+    model = tmp_path / "model"
+    write_model(model, "llama", hidden_size=32)
+    weight = load_file(model / "model.safetensors")
+    for factor in (1.0, 2.0):
+        weight["model.layers.0.mlp.up_proj.weight"][0, 0] = factor * largest
+        save_file(weight, model / "model.safetensors", metadata={"format": "pt"})
+        if factor == 1:
+            assert export_gguf(model, tmp_path / "model.gguf", kind).path.is_file()
+            continue
+        with pytest.raises(NumericsError, match="too large") as caught:
+            export_gguf(model, tmp_path / "other.gguf", kind)
+        assert "ffn_up" in caught.value.line() and not list(tmp_path.glob("*other*"))
+    if kind == "fp16":
+        with pytest.raises(NumericsError, match="too large"):
+            export_model(model, tmp_path / "out", "fp16")
+        assert not (tmp_path / "out").exists()
 
 
 BPE = {"type": "BPE", "vocab": {chr(97 + n): n for n in range(26)} | {"ab": 26}, "merges": [["a", "b"]]}
