@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.run_folder import RECIPE
@@ -122,9 +123,10 @@ def rounded(read: ReadTensor, contents: Contents) -> ReadTensor:
 
 
 def _model_identity(model: str) -> str:
-    """The path of a folder with the times of its weights; a hub id."""
+    """The path of a folder with the hash of its config and the times of its weights; a hub id."""
     folder = path_of(model)
     if not folder.exists():
         return model
     times = sorted(path.stat().st_mtime_ns for path in folder.glob("*.safetensors"))
-    return " ".join(map(str, [folder.resolve(), *times]))
+    config = xxhash.xxh3_64_hexdigest((folder / "config.json").read_bytes())
+    return " ".join(map(str, [folder.resolve(), config, *times]))

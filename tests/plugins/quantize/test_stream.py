@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardwise.plugins.quantize.gate import lost
 from shardwise.plugins.quantize.methods import method_of
 from shardwise.plugins.quantize.methods.awq import ScalingGroup
 from shardwise.plugins.quantize.methods.base import QuantizationMethod
+from shardwise.plugins.quantize.source import open_source_model
 from shardwise.plugins.quantize.state import UNQUANTIZED, PassState
 from shardwise.plugins.quantize.stream import Batches, Quantizer, quantize_blocks
 from shardwise.plugins.quantize.walk import Walk
@@ -173,6 +175,16 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="other settings") as caught:
         PassState(tmp_path / "out", {"scheme": "w4a16-g16", "data": "a"})
     assert "scheme was w8a16, now it is w4a16-g16" in caught.value.line()
+
+
+def test_another_config_is_another_model(tmp_path: Path) -> None:
+    """A pass on a model with another rotary base does not go on with the blocks of this one."""
+    folder = saved_model(tmp_path / "model")
+    before = open_source_model(str(folder), LENGTH).identity
+    assert open_source_model(str(folder), LENGTH).identity == before
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    assert open_source_model(str(folder), LENGTH).identity != before
 
 
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
