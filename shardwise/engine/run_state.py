@@ -52,7 +52,8 @@ def share_buffers(run: Run) -> None:
     """Give every rank the buffers of rank 0. Collective.
 
     Norms of a user's module update running statistics from the samples of their rank. As in DistributedDataParallel,
-    those of rank 0 count. They are shared where they are used or stored, not before every forward pass.
+    those of rank 0 count. They are shared where they are used or stored, not before every forward pass. Buffers that
+    forward passes read are shared before every step (engine/forward_backward.py).
     """
     if run.blueprint.objective is None and dist.get_world_size() > 1:
         for buffer in run.model.buffers():

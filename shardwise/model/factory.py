@@ -23,7 +23,8 @@ depend on the sharding, and memory is that of one module.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class FactoryModel(Blueprint):
         self._sample = None if dataset is None else self._first_sample()
 
     def _require_real(self, module: nn.Module) -> None:
+        require_no_hooks(module)
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
                 raise self._error(
@@ -89,6 +91,9 @@ class FactoryModel(Blueprint):
     def build(self, depth: int | None = None) -> nn.Module:
         model = self._call()[0]
         store_as_vectors(model)
+        for parameter in model.parameters():
+            # FSDP2 takes no other order of memory, such as channels_last; fused updates need that of the gradient.
+            parameter.data = parameter.data.contiguous()
         cast_layer_inputs(model, self.blocks(model))
         return model
 
@@ -100,7 +105,22 @@ class FactoryModel(Blueprint):
         units = list(method()) if callable(method) else []
         if not all(isinstance(unit, nn.Module) for unit in units):
             raise self._error("units() must return modules")
+        self._require_blocks(model, units)
         return units
+
+    def _require_blocks(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Blocks are called, are within the model, and are apart from each other."""
+        names = {module: name for name, module in model.named_modules()}
+        inside = Counter(module for unit in units for module in unit.modules() if module in units)
+        for unit in units:
+            kind = type(unit).__name__
+            if unit is model or unit not in names:
+                raise self._error(f"units() returns a {kind} that is not a part of the module")
+            if type(unit).forward is nn.Module.forward:
+                fix = f"return its members: list(self.{names[unit]})"
+                raise self._error(f"units() returns a {kind}, which has no forward()", fix=fix)
+            if inside[unit] > 1:
+                raise self._error(f"units() returns {names[unit]} twice, or inside of another unit")
 
     def tensor_plan(self, model: nn.Module) -> TensorPlan:
         method = getattr(model, "tensor_plan", None)
@@ -134,6 +154,10 @@ class FactoryModel(Blueprint):
         with casting(model):
             try:
                 return self._summed(self._loss(model, batch))
+            except RuntimeError as error:
+                if (known := self._of_weights(error)) is None:
+                    raise
+                raise known from error
             except KeyError as error:
                 if not self._reads_batch(error) or error.args[0] in batch:
                     raise
@@ -141,6 +165,22 @@ class FactoryModel(Blueprint):
                 raise self._error(
                     f"the batch has no {error.args[0]!r}, which the loss reads", why=why
                 ) from error
+
+    def _of_weights(self, error: RuntimeError) -> RecipeError | None:
+        """What the loss does with weights that no rank has whole, or that are not the module's, in words."""
+        if "found at least two devices" in str(error) and "meta" in str(error):
+            return self._error(
+                "the module uses a tensor that is not its own",
+                why="a weight in a list or a closure stays on the meta device",
+                fix="register it as a parameter or a buffer, and read it from the module that has it",
+            )
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            return None
+        return self._error(
+            "weights are used outside of the forward() that gathers them",
+            why="a sharded run gathers a unit's weights, and those of the module, when it is called",
+            fix="move this into the module's forward(), or set strategy.zero_stage: 0 with one dtype",
+        )
 
     def _reads_batch(self, error: KeyError) -> bool:
         """Whether the loss itself raised it, and no function that it calls."""
@@ -280,6 +320,18 @@ class FactoryModel(Blueprint):
 
     def _error(self, what: str, why: str = "", fix: str = "") -> RecipeError:
         return RecipeError(what, where=f"model.factory: {self.target}", why=why, fix=fix)
+
+
+def require_no_hooks(module: nn.Module) -> None:
+    """Raise RecipeError for a parameter with hooks. They are of this tensor, and a run stores its shards in others."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise RecipeError(
+                "a hook of a parameter is not kept",
+                where=f"module: {name}",
+                why="it would see the gradient of one micro-batch, or of a shard",
+                fix="change gradients in a torch.autograd.Function of forward(), or in an optimizer of your own",
+            )
 
 
 class _RecordingBatch(dict[str, Tensor]):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.factory import FactoryModel
+from shardwise.model.factory import FactoryModel, require_no_hooks
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
     local_part,
@@ -34,6 +34,7 @@ class GivenModel:
 
     def __init__(self, module: nn.Module, loss: Any, dataset: Any, folder: Path | None) -> None:
         """Write the values of ``module`` into ``folder``. Raises RecipeError if only some are on the meta device."""
+        require_no_hooks(module)  # on_meta() makes other parameters, without them
         tensors = _tensors_by_name(module)
         real = {name for name, tensor in tensors.items() if not tensor.is_meta}
         if real and len(real) < len(tensors):
@@ -89,10 +90,24 @@ def real_pairs(tensor: Tensor) -> Tensor:
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy without values; shared tensors stay shared."""
+    """A copy without values; shared tensors stay shared. Raises RecipeError for one that cannot be copied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # of any attribute
+        made = sorted(
+            f"{path}.{name}" if path else name
+            for path, owner in module.named_modules()
+            for name, value in vars(owner).items()
+            if isinstance(value, Tensor) and not value.is_leaf
+        )
+        raise RecipeError(
+            "the module cannot be copied",
+            where=f"module: {made[0]}" if made else f"module: {type(module).__name__}",
+            why="a result of autograd is its attribute" if made else f"{type(error).__name__}: {error}",
+            fix="delete what a forward pass left there; for weight_norm, use torch.nn.utils.parametrizations",
+        ) from error

@@ -23,15 +23,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from shardwise.runtime.torch_private import apply_to_tensors, in_backward
+from shardwise.core.errors import RecipeError
+from shardwise.runtime.torch_private import apply_to_tensors, in_backward, storage_key, version_of
 
 _LAYERS: frozenset[Any] = frozenset(
     [
@@ -106,9 +110,11 @@ class LayerInputs(TorchFunctionMode):
 
     Attributes:
         dtype: of compute.
+        model: whose forward pass it is active in.
     """
 
     dtype: torch.dtype = torch.float32
+    model: nn.Module | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -117,6 +123,8 @@ class LayerInputs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if args and _writes(func):
+            self._require_own_weights(args[0])
         if func in _LAYERS:
             if len(_float_dtypes([*args, *kwargs.values()])) > 1:
                 args, kwargs = _cast_all((args, kwargs), self.dtype)
@@ -128,6 +136,17 @@ class LayerInputs(TorchFunctionMode):
         elif func in _STATISTICS:
             return self._normalized(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def _require_own_weights(self, written: Any) -> None:
+        """Raise RecipeError for a write into a gathered weight: the shards, which outlive the pass, do not get it."""
+        if not isinstance(self.model, FSDPModule):
+            return
+        tensors = written if isinstance(written, list | tuple) else [written]
+        leaves = [t for t in tensors if isinstance(t, Tensor) and t.is_leaf and t.is_floating_point()]
+        keys = {storage_key(t.untyped_storage()) for t in leaves if not isinstance(t, DTensor)}
+        for name, parameter in self.model.named_parameters() if keys else ():
+            if not isinstance(parameter, DTensor) and storage_key(parameter.untyped_storage()) in keys:
+                raise written_weight(name)
 
     def cast_sequence(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a recurrent net in the dtype of compute: a sequence, perhaps packed, and a state."""
@@ -160,6 +179,27 @@ class LayerInputs(TorchFunctionMode):
         return func(input, running_mean, running_var, weight, bias, *rest, **named)
 
 
+@cache
+def _writes(func: Any) -> bool:
+    """Whether a function writes into its first argument: its name says so."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (
+            name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+        )
+    return name.endswith("_") and name != "requires_grad_"
+
+
+def written_weight(name: str) -> RecipeError:
+    """The error of a forward pass that changes a parameter of a model that FSDP2 shards or casts."""
+    return RecipeError(
+        "a forward pass writes into a weight",
+        where=f"model: {name}",
+        why="it is a gathered copy, and the shards of the run do not change",
+        fix="keep what forward passes update in buffers, or set strategy.zero_stage: 0 with one dtype",
+    )
+
+
 def _float_dtypes(values: Sequence[Any]) -> set[torch.dtype]:
     """The floating-point dtypes of tensors among arguments, which may be lists of tensors."""
     dtypes: set[torch.dtype] = set()
@@ -187,14 +227,14 @@ def cast_layer_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
     It computes in fp32 until ``compute_in`` names another dtype.
     """
-    mode = LayerInputs()
+    mode = LayerInputs(model=model)
     vars(model)[_STATE_NAME] = mode
     model.register_forward_hook(_widened)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # it refuses other dtypes before it calls an operation
             module.register_forward_pre_hook(mode.cast_sequence)
     for block in blocks:
-        again = _SecondRun(mode)
+        again = _SecondRun(mode, BufferWrites(block))
         block.register_forward_pre_hook(again.begin)
         block.register_forward_hook(again.end, always_call=True)
 
@@ -212,6 +252,32 @@ def _widened(model: nn.Module, args: Any, result: Any) -> Any:
 def is_half(dtype: torch.dtype) -> bool:
     """Whether it is a floating-point dtype of 16 bits."""
     return dtype in (torch.bfloat16, torch.float16)
+
+
+class BufferWrites:
+    """Sees which buffers of a model are written or replaced. Not statistics of norms, which training does not read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = {
+            name: module
+            for name, module in model.named_modules()
+            if not hasattr(module, "num_batches_tracked")
+        }
+        self._before: dict[str, tuple[Tensor, int]] = {}
+
+    def written(self) -> dict[str, Tensor]:
+        """The buffers that were written since the last call, by name."""
+        now = {
+            f"{path}.{name}".lstrip("."): buffer
+            for path, module in self._owners.items()
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+        before, self._before = self._before, {name: (b, version_of(b)) for name, b in now.items()}
+        return {name: b for name, b in now.items() if name in before and not _is_same(b, *before[name])}
+
+
+def _is_same(buffer: Tensor, other: Tensor, version: int) -> bool:
+    return buffer is other and version_of(buffer) == version
 
 
 @contextmanager
@@ -232,16 +298,29 @@ class _SecondRun:
     """A block that runs again within the backward pass: casts its layers' inputs, and keeps its statistics."""
 
     mode: LayerInputs
+    buffers: BufferWrites
 
     def __post_init__(self) -> None:
         self._running: list[ExitStack] = []
+        self._changed: str | None = None
 
     def begin(self, block: nn.Module, args: Any) -> None:
-        if in_backward():
-            self._running.append(ExitStack())
-            self._running[-1].enter_context(kept_statistics(block))
-            self._running[-1].enter_context(self.mode)
+        if not in_backward():
+            self.buffers.written()
+            return
+        if self._changed is not None:
+            raise RecipeError(
+                "a block that runs again in the backward pass changes a buffer",
+                where=f"strategy.activation_checkpointing: {type(block).__name__}: {self._changed}",
+                why="its second run would read other values, and change them once more",
+                fix="set activation_checkpointing: none, or keep this module out of units()",
+            )
+        self._running.append(ExitStack())
+        self._running[-1].enter_context(kept_statistics(block))
+        self._running[-1].enter_context(self.mode)
 
     def end(self, *_: object) -> None:
         if in_backward():
             self._running.pop().close()
+        else:
+            self._changed = next(iter(self.buffers.written()), self._changed)

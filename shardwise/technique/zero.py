@@ -210,10 +210,16 @@ def _shard(site: Site, reshard: bool) -> None:
     """Make FSDP groups of modules with axes of their own, of the blocks, of the head, and of the rest."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from shardwise.runtime.torch_private_fsdp import fsdp_integers
+    from shardwise.runtime.layer_inputs import written_weight
+    from shardwise.runtime.torch_private_fsdp import fsdp_integers, fsdp_skip_ungathered
 
     dtypes, view = site.options.dtypes, site.view
     _refuse_shared_weights(view.blocks)
+    for path, module in view.model.named_modules():
+        if (
+            getattr(module, "max_norm", None) is not None
+        ):  # of an embedding, which scales its rows when it is called
+            raise written_weight(f"{path}.weight")
     precision = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.storage else None,
         reduce_dtype=dtypes.reduce,
@@ -233,6 +239,7 @@ def _shard(site: Site, reshard: bool) -> None:
         (view.model, mesh, precision),
     ]
     as_stored = set() if on_host else set(_used_as_stored(site, mesh, meshes))
+    fsdp_skip_ungathered()
     with fsdp_integers():
         for group, over, policy in groups:
             fully_shard(

@@ -1,0 +1,335 @@
+"""What a user's module may do with its weights and buffers: trained as by a plain loop, or refused in a line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.core.errors import RecipeError
+from shardwise.core.plan import Plan
+from shardwise.engine.seeding import seed_step
+from shardwise.model.object_model import GivenModel
+from shardwise.technique import layout_of, strategy_from
+from tests.harness.plans import small_plan
+from tests.harness.pool import Pool
+
+STEPS, RATE, MICRO = 4, 0.05, 2
+RATE_OF = {"name": "sgd", "learning_rate": RATE, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+
+    def block(self) -> nn.Module:
+        return nn.Linear(6, 6)
+
+    def units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return self.leave(x)
+
+
+class Transposed(Net):
+    """Weights in other orders of memory, such as those of channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter.weight = nn.Parameter(self.enter.weight.detach().T.contiguous().T)
+        self.blocks[0] = nn.Sequential(
+            nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 6, 3, padding=1), nn.Flatten()
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, and counts."""
+
+    def __init__(self, replaced: bool) -> None:
+        super().__init__()
+        self.linear, self.replaced = nn.Linear(6, 6), replaced
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.mean: Tensor
+        self.count: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.replaced:
+            self.mean, self.count = 0.9 * self.mean + 0.1 * x.detach().mean(0), self.count + 1
+        elif self.training:
+            self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
+            self.count += 1
+        return self.linear(x - self.mean) / (1 + 0.1 * self.count)
+
+
+class InPlace(Net):
+    def block(self) -> nn.Module:
+        return Centred(replaced=False)
+
+
+class Replaced(Net):
+    def block(self) -> nn.Module:
+        return Centred(replaced=True)
+
+
+class Late(Net):
+    """Its second block is used from the second micro-batch on."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        x = F.gelu(self.blocks[0](self.enter(x)))
+        return self.leave(self.blocks[1](x) if self.calls % 2 == 0 else x)
+
+
+class Clipped(Net):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.leave.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Renormed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 6, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.leave(self.enter(x) + self.table(x[:, 0].new_zeros(len(x), dtype=torch.int64)))
+
+
+class Follower(Net):
+    """A frozen copy that follows the trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy = nn.Linear(4, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            for old, new in zip(self.copy.parameters(), self.enter.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+        return super().forward(x) + self.leave(self.copy(x))
+
+
+class Borrowing(Net):
+    """A list has one of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.borrowed = [self.leave.bias]
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.borrowed[0]
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return (model(batch["x"]) - batch["y"]).square().sum(), len(batch["x"])
+
+
+def apart(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Does not call the module, but its members."""
+    return model.leave(model.enter(batch["x"])).square().sum(), len(batch["x"])
+
+
+def points() -> list[dict[str, Tensor]]:
+    chance = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(4, generator=chance), "y": torch.randn(3, generator=chance)} for _ in range(32)]
+
+
+def made(kind: type[Net]) -> Net:
+    torch.manual_seed(3)
+    return kind()
+
+
+def given(kind: type[Net], function: Any = loss) -> dict[str, Any]:
+    return {
+        "module": made(kind),
+        "loss": function,
+        "dataset": points(),
+        "steps": STEPS,
+        "batch_size": 8,
+        "optimizer": RATE_OF,
+        "data": {"held_out": 0.125},
+    }
+
+
+def plan_of(settings: dict[str, Any], ranks: int = 2) -> Plan:
+    strategy = strategy_from({"precision": "fp64", "micro_batch_size": MICRO, **settings})
+    layout = layout_of(strategy, ranks)
+    return replace(small_plan(), strategy=strategy, world_size=ranks, layout=layout, devices_per_node=ranks)
+
+
+def trained(
+    kind: type[Net], plan: Plan, folder: Path, saves: bool = False, function: Any = loss
+) -> tuple[list[float], dict[str, Tensor], list[list[list[dict[str, Tensor]]]]] | str:
+    """Losses, tensors, and the batches of each step and rank; the line of a refusal."""
+    try:
+        with shardwise.session(
+            plan=plan,
+            cluster={"device": "cpu", "devices_per_node": 2},
+            strategy=dict(plan.strategy.values),
+            **given(kind, function),
+        ) as run:
+            losses = []
+            for batch in run.batches():
+                losses.append(float(run.forward_backward(batch)))
+                run.step()
+                if saves:
+                    run.save(folder)
+                    run.evaluate()
+            tensors = run.parameters() | {name: b.clone() for name, b in run.module.named_buffers()}
+            reads = [
+                [run._data.micro_batches(step, rank, 2, MICRO) for rank in range(2)] for step in range(STEPS)
+            ]
+            return losses, tensors, reads
+    except RecipeError as error:
+        return error.line()
+
+
+def plain(
+    kind: type[Net], reads: list[list[list[dict[str, Tensor]]]]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Replicas of one process: gradients are summed, and the buffers of the first count."""
+    replicas = [made(kind).double() for _ in reads[0]]
+    losses = []
+    for step, batches in enumerate(reads):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for replica in replicas[1:]:
+            for other, buffer in zip(replica.buffers(), replicas[0].buffers(), strict=True):
+                other.copy_(buffer)
+        for rank, replica in enumerate(replicas):
+            seed_step(0, step, rank)
+            for batch in batches[rank]:
+                part, items = loss(replica, {key: value.double() for key, value in batch.items()})
+                part.backward()
+                total, count = total + part.detach(), count + items
+        with torch.no_grad():
+            for copies in zip(*(replica.parameters() for replica in replicas), strict=True):
+                gradients = [p.grad for p in copies if p.grad is not None]
+                for p in copies:
+                    p -= RATE * sum(gradients, torch.zeros_like(p)) / count
+                for p in copies:
+                    p.grad = None
+        losses.append(float(total / count))
+    first = replicas[0]
+    return losses, {**dict(first.named_parameters()), **dict(first.named_buffers())}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (Transposed, {"zero_stage": 3}),
+        (Transposed, {"zero_stage": 0}),
+        (InPlace, {"zero_stage": 2}),
+        (Replaced, {"zero_stage": 3}),
+        (Late, {"zero_stage": 1}),
+        (Follower, {"zero_stage": 0}),
+        (Clipped, {"zero_stage": 0}),
+    ],
+)
+def test_a_module_trains_as_in_a_plain_loop(
+    kind: type[Net], settings: dict[str, Any], pool: Pool, tmp_path: Path
+) -> None:
+    result, other = pool.run(2, trained, kind, plan_of(settings), tmp_path)
+    assert not isinstance(result, str), result
+    losses, tensors, reads = result
+    assert losses == other[0]
+    expected, values = plain(kind, reads)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for name, value in values.items():
+        torch.testing.assert_close(tensors[name].to(value), value.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [InPlace, Replaced])
+def test_saves_and_evaluations_change_no_step(kind: type[Net], pool: Pool, tmp_path: Path) -> None:
+    """Ranks have the buffers of rank 0 in every step, and not only after a save."""
+    plan = plan_of({"zero_stage": 2})
+    without, _ = pool.run(2, trained, kind, plan, tmp_path, False)
+    saved, _ = pool.run(2, trained, kind, plan, tmp_path, True)
+    assert without[0] == saved[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        (Clipped, {"zero_stage": 3}, r"writes into a weight \(model: leave\.weight\)"),
+        (Follower, {"zero_stage": 2}, r"writes into a weight \(model: copy\.weight\)"),
+        (Renormed, {"zero_stage": 3}, r"writes into a weight \(model: table\.weight\)"),
+        (InPlace, {"activation_checkpointing": "full"}, "runs again in the backward pass changes a buffer"),
+        (Replaced, {"activation_checkpointing": "every:2"}, r"changes a buffer \(.*Centred: mean\)"),
+        (Borrowing, {"zero_stage": 0}, "uses a tensor that is not its own"),
+    ],
+)
+def test_what_a_strategy_cannot_keep_is_refused_by_the_plan(
+    kind: type[Net], settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RecipeError, match=says) as caught:
+        shardwise.plan(
+            cluster={"device": "cpu", "devices_per_node": 2},
+            strategy={"micro_batch_size": MICRO, **settings},
+            **given(kind),
+        )
+    assert "\n" not in caught.value.line()
+
+
+def test_layers_that_are_called_without_the_module_are_refused_where_weights_are_sharded(
+    pool: Pool, tmp_path: Path
+) -> None:
+    said = pool.run(2, trained, Net, plan_of({"zero_stage": 3}), tmp_path, False, apart)
+    assert all("used outside of the forward() that gathers them" in str(line) for line in said)
+    whole = pool.run(2, trained, Net, plan_of({"zero_stage": 0}), tmp_path, False, apart)
+    assert not any(isinstance(result, str) for result in whole)
+
+
+def test_hooks_of_parameters_are_refused(tmp_path: Path) -> None:
+    model = made(Net)
+    model.leave.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.raises(RecipeError, match=r"a hook of a parameter is not kept \(module: leave\.weight\)"):
+        GivenModel(model, loss, points(), tmp_path)
+
+
+def test_a_module_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    model = made(Net)
+    model.last = model.enter(torch.ones(1, 4))  # type: ignore[assignment]
+    with pytest.raises(
+        RecipeError, match=r"cannot be copied \(module: last\): a result of autograd"
+    ) as caught:
+        GivenModel(model, loss, points(), tmp_path)
+    assert "\n" not in caught.value.line()
+
+
+@pytest.mark.parametrize(
+    ("units", "says"),
+    [
+        (lambda net: [net.blocks], r"a ModuleList, which has no forward\(\).*: return its members"),
+        (lambda net: [net], "a Odd that is not a part of the module"),
+        (lambda net: [nn.Linear(1, 1)], "a Linear that is not a part of the module"),
+        (lambda net: [net.blocks[0], net.blocks[0]], r"blocks\.0 twice"),
+        (lambda net: [net.blocks[0], net.blocks[0][0]], r"blocks\.0\.0 twice, or inside of another unit"),
+    ],
+)
+def test_units_are_modules_apart(units: Any, says: str) -> None:
+    class Odd(Net):
+        def block(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, 6))
+
+        def units(self) -> list[nn.Module]:
+            return list(units(self))
+
+    cluster = {"device": "cpu", "devices_per_node": 1}
+    with pytest.raises(RecipeError, match=says):
+        shardwise.plan(cluster=cluster, strategy={"micro_batch_size": MICRO}, **given(Odd))
