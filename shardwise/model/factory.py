@@ -73,7 +73,7 @@ class FactoryModel(Blueprint):
         self._sample = None if dataset is None else self._first_sample()
 
     def _require_real(self, module: nn.Module) -> None:
-        require_no_hooks(module)
+        require_kept(module)
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
                 raise self._error(
@@ -322,8 +322,8 @@ class FactoryModel(Blueprint):
         return RecipeError(what, where=f"model.factory: {self.target}", why=why, fix=fix)
 
 
-def require_no_hooks(module: nn.Module) -> None:
-    """Raise RecipeError for a parameter with hooks. They are of this tensor, and a run stores its shards in others."""
+def require_kept(module: nn.Module) -> None:
+    """Raise RecipeError for what does not outlive the tensors of a module: a run stores its shards in others."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise RecipeError(
@@ -332,6 +332,13 @@ def require_no_hooks(module: nn.Module) -> None:
                 why="it would see the gradient of one micro-batch, or of a shard",
                 fix="change gradients in a torch.autograd.Function of forward(), or in an optimizer of your own",
             )
+    first: dict[int, str] = {}
+    for path, owner in module.named_modules():
+        for key, buffer in owner.named_buffers(recurse=False):
+            name = f"{path}.{key}" if path else key
+            if (other := first.setdefault(id(buffer), name)) != name:
+                fix = "register it once, and read it from the module that has it"
+                raise RecipeError("two buffers are one tensor", where=f"module: {other}, {name}", fix=fix)
 
 
 class _RecordingBatch(dict[str, Tensor]):

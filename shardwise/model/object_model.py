@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.factory import FactoryModel, require_no_hooks
+from shardwise.model.factory import FactoryModel, require_kept
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
     local_part,
@@ -34,7 +34,7 @@ class GivenModel:
 
     def __init__(self, module: nn.Module, loss: Any, dataset: Any, folder: Path | None) -> None:
         """Write the values of ``module`` into ``folder``. Raises RecipeError if only some are on the meta device."""
-        require_no_hooks(module)  # on_meta() makes other parameters, without them
+        require_kept(module)
         tensors = _tensors_by_name(module)
         real = {name for name, tensor in tensors.items() if not tensor.is_meta}
         if real and len(real) < len(tensors):

@@ -110,7 +110,7 @@ class LayerInputs(TorchFunctionMode):
 
     Attributes:
         dtype: of compute.
-        model: whose forward pass it is active in.
+        model: the module whose forward pass it is active in.
     """
 
     dtype: torch.dtype = torch.float32
@@ -139,12 +139,13 @@ class LayerInputs(TorchFunctionMode):
 
     def _require_own_weights(self, written: Any) -> None:
         """Raise RecipeError for a write into a gathered weight: the shards, which outlive the pass, do not get it."""
-        if not isinstance(self.model, FSDPModule):
+        model, classes = self.model, type(self.model).__mro__
+        if model is None or FSDPModule not in classes:
             return
         tensors = written if isinstance(written, list | tuple) else [written]
         leaves = [t for t in tensors if isinstance(t, Tensor) and t.is_leaf and t.is_floating_point()]
         keys = {storage_key(t.untyped_storage()) for t in leaves if not isinstance(t, DTensor)}
-        for name, parameter in self.model.named_parameters() if keys else ():
+        for name, parameter in model.named_parameters() if keys else ():
             if not isinstance(parameter, DTensor) and storage_key(parameter.untyped_storage()) in keys:
                 raise written_weight(name)
 
@@ -235,7 +236,7 @@ def cast_layer_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             module.register_forward_pre_hook(mode.cast_sequence)
     for block in blocks:
         again = _SecondRun(mode, BufferWrites(block))
-        block.register_forward_pre_hook(again.begin)
+        block.register_forward_pre_hook(again.begin, prepend=True)  # spectral_norm's hook changes buffers
         block.register_forward_hook(again.end, always_call=True)
 
 

@@ -88,7 +88,7 @@ def fsdp_skip_ungathered() -> None:
     """Let FSDP2 keep gradients of several passes where no pass has used a module yet: torch 2.13 fails there."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    widen = FSDPParam.to_accumulated_grad_if_needed
+    widen: Any = FSDPParam.to_accumulated_grad_if_needed
     if widen.__module__ == __name__:
         return
 
@@ -96,7 +96,7 @@ def fsdp_skip_ungathered() -> None:
         if hasattr(parameter, "_unsharded_param"):
             widen(parameter)
 
-    FSDPParam.to_accumulated_grad_if_needed = widen_gathered  # type: ignore[method-assign]
+    cast("Any", FSDPParam).to_accumulated_grad_if_needed = widen_gathered
 
 
 @contextmanager

@@ -84,6 +84,13 @@ class Replaced(Net):
         return Centred(replaced=True)
 
 
+class Normed(Net):
+    """A hook of its own updates the buffers of a block, before other hooks."""
+
+    def block(self) -> nn.Module:
+        return nn.utils.spectral_norm(nn.Linear(6, 6))
+
+
 class Late(Net):
     """Its second block is used from the second micro-batch on."""
 
@@ -271,6 +278,7 @@ def test_saves_and_evaluations_change_no_step(kind: type[Net], pool: Pool, tmp_p
         (Renormed, {"zero_stage": 3}, r"writes into a weight \(model: table\.weight\)"),
         (InPlace, {"activation_checkpointing": "full"}, "runs again in the backward pass changes a buffer"),
         (Replaced, {"activation_checkpointing": "every:2"}, r"changes a buffer \(.*Centred: mean\)"),
+        (Normed, {"activation_checkpointing": "selective"}, r"changes a buffer \(.*Linear: weight_[uv]\)"),
         (Borrowing, {"zero_stage": 0}, "uses a tensor that is not its own"),
     ],
 )
@@ -299,6 +307,16 @@ def test_hooks_of_parameters_are_refused(tmp_path: Path) -> None:
     model = made(Net)
     model.leave.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     with pytest.raises(RecipeError, match=r"a hook of a parameter is not kept \(module: leave\.weight\)"):
+        GivenModel(model, loss, points(), tmp_path)
+
+
+def test_a_buffer_of_two_modules_is_refused(tmp_path: Path) -> None:
+    model, shared = made(Net), torch.zeros(6)
+    for block in model.blocks:
+        block.register_buffer("mean", shared)
+    with pytest.raises(
+        RecipeError, match=r"two buffers are one tensor \(module: blocks\.0\.mean, blocks\.1\.mean\)"
+    ):
         GivenModel(model, loss, points(), tmp_path)
 
 
