@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.core.call_signatures import Call, require_accepts
 from shardwise.core.errors import RecipeError
@@ -74,6 +75,11 @@ class FactoryModel(Blueprint):
 
     def _require_real(self, module: nn.Module) -> None:
         require_kept(module)
+        for path, layer in module.named_modules():
+            if getattr(layer, "sparse", False) is True:
+                raise self._error(
+                    f"the gradient of {path} is sparse", "runs sum dense ones", "set sparse=False"
+                )
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
                 raise self._error(
@@ -174,8 +180,9 @@ class FactoryModel(Blueprint):
                 why="a weight in a list or a closure stays on the meta device",
                 fix="register it as a parameter or a buffer, and read it from the module that has it",
             )
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            return None
+        return self._read_in_shards() if "mixed torch.Tensor and DTensor" in str(error) else None
+
+    def _read_in_shards(self) -> RecipeError:
         return self._error(
             "weights are used outside of the forward() that gathers them",
             why="a sharded run gathers a unit's weights, and those of the module, when it is called",
@@ -196,6 +203,8 @@ class FactoryModel(Blueprint):
                 why=f"it returned {_described(made)}",
                 fix="sum instead of averaging (reduction='sum'), and count: (labels != -100).sum()",
             )
+        if isinstance(total, DTensor):
+            raise self._read_in_shards()
         if is_half(total.dtype):
             raise self._error(
                 f"the loss is summed in {str(total.dtype).removeprefix('torch.')}",

@@ -165,7 +165,7 @@ class ZeRO(Dividing):
         if place is not None:
             _gather_in_order(view)
         elif stage == 3:
-            _gather_ahead(view)
+            _gather_ahead(view, site.context.blueprint.casts_inputs)
         members = _members(view)
 
         def before_micro_batch(last: bool, index: int) -> None:
@@ -200,6 +200,7 @@ def _sum_gradients(site: Site, mesh: DeviceMesh) -> None:
 
     if mesh.size() == 1:
         return
+    _refuse_scaled_rows(site.view.model)
     view = site.view
     replicas = Replicas([*view.head[::-1], *view.blocks[::-1], view.model], mesh.get_group(0))
     site.options.micro_batch_hooks.append(lambda last, _: replicas.before_backward(last))
@@ -210,16 +211,11 @@ def _shard(site: Site, reshard: bool) -> None:
     """Make FSDP groups of modules with axes of their own, of the blocks, of the head, and of the rest."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from shardwise.runtime.layer_inputs import written_weight
     from shardwise.runtime.torch_private_fsdp import fsdp_integers, fsdp_skip_ungathered
 
     dtypes, view = site.options.dtypes, site.view
     _refuse_shared_weights(view.blocks)
-    for path, module in view.model.named_modules():
-        if (
-            getattr(module, "max_norm", None) is not None
-        ):  # of an embedding, which scales its rows when it is called
-            raise written_weight(f"{path}.weight")
+    _refuse_scaled_rows(view.model)
     precision = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.storage else None,
         reduce_dtype=dtypes.reduce,
@@ -288,6 +284,18 @@ def _refuse_shared_weights(blocks: Sequence[nn.Module]) -> None:
                 )
 
 
+def _refuse_scaled_rows(model: nn.Module) -> None:
+    """Raise RecipeError for an embedding with ``max_norm``: a call scales the rows that this rank's samples read."""
+    for path, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None:
+            raise RecipeError(
+                "an embedding with max_norm trains on one rank only",
+                where=f"model: {path}",
+                why="each call writes into its weight, which ranks have in parts or as copies",
+                fix="scale the looked-up rows in forward(), or train on one device with zero_stage: 0 in one dtype",
+            )
+
+
 def _members(view: ModelView) -> list[list[FSDPModule]]:
     """The modules that gather and reduce parameters of each stage.
 
@@ -348,14 +356,18 @@ def _mesh(site: Site, without: Sequence[Axis] = ()) -> DeviceMesh:
     return chosen
 
 
-def _gather_ahead(view: ModelView) -> None:
-    """After the forward pass, gather what the backward pass needs first: the root, the head and the last block."""
+def _gather_ahead(view: ModelView, for_loss: bool) -> None:
+    """After the forward pass, gather what the backward pass needs first: the root, the head and the last block.
+
+    Args:
+        for_loss: in evaluations, too: the loss of a user may read these weights.
+    """
     import torch
 
     first_in_backward = [view.model, *view.head[:1], *view.blocks[-1:]]
 
     def gather(*_: object) -> None:
-        if torch.is_grad_enabled():
+        if for_loss or torch.is_grad_enabled():
             for module in first_in_backward:
                 cast("FSDPModule", module).unshard()
 

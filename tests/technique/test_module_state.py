@@ -118,6 +118,12 @@ class Renormed(Net):
         return self.leave(self.enter(x) + self.table(x[:, 0].new_zeros(len(x), dtype=torch.int64)))
 
 
+class Sparse(Renormed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 6, sparse=True)
+
+
 class Follower(Net):
     """A frozen copy that follows the trained layer."""
 
@@ -155,6 +161,18 @@ def apart(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 def points() -> list[dict[str, Tensor]]:
     chance = torch.Generator().manual_seed(1)
     return [{"x": torch.randn(4, generator=chance), "y": torch.randn(3, generator=chance)} for _ in range(32)]
+
+
+def decayed(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """With a penalty on all weights."""
+    total, count = loss(model, batch)
+    return total + count * sum(parameter.square().sum() for parameter in model.parameters()), count
+
+
+def decayed_head(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """With a penalty on weights of no unit."""
+    total, count = loss(model, batch)
+    return total + count * model.leave.weight.square().sum(), count
 
 
 def made(kind: type[Net]) -> Net:
@@ -275,7 +293,9 @@ def test_saves_and_evaluations_change_no_step(kind: type[Net], pool: Pool, tmp_p
     [
         (Clipped, {"zero_stage": 3}, r"writes into a weight \(model: leave\.weight\)"),
         (Follower, {"zero_stage": 2}, r"writes into a weight \(model: copy\.weight\)"),
-        (Renormed, {"zero_stage": 3}, r"writes into a weight \(model: table\.weight\)"),
+        (Renormed, {"zero_stage": 3}, r"max_norm trains on one rank only \(model: table\)"),
+        (Renormed, {"zero_stage": 0}, r"max_norm trains on one rank only \(model: table\)"),
+        (Sparse, {"zero_stage": 0}, "the gradient of table is sparse"),
         (InPlace, {"activation_checkpointing": "full"}, "runs again in the backward pass changes a buffer"),
         (Replaced, {"activation_checkpointing": "every:2"}, r"changes a buffer \(.*Centred: mean\)"),
         (Normed, {"activation_checkpointing": "selective"}, r"changes a buffer \(.*Linear: weight_[uv]\)"),
@@ -301,6 +321,17 @@ def test_layers_that_are_called_without_the_module_are_refused_where_weights_are
     assert all("used outside of the forward() that gathers them" in str(line) for line in said)
     whole = pool.run(2, trained, Net, plan_of({"zero_stage": 0}), tmp_path, False, apart)
     assert not any(isinstance(result, str) for result in whole)
+
+
+def test_a_penalty_on_weights_is_that_of_whole_weights_or_refused(pool: Pool, tmp_path: Path) -> None:
+    """Also in an evaluation."""
+    refused = pool.run(2, trained, Net, plan_of({"zero_stage": 3}), tmp_path, False, decayed)
+    assert all("used outside of the forward() that gathers them" in str(line) for line in refused)
+    for penalty, stages in ((decayed, (2,)), (decayed_head, (2, 3))):
+        whole, _ = pool.run(2, trained, Net, plan_of({"zero_stage": 0}), tmp_path, True, penalty)
+        for stage in stages:
+            sharded, _ = pool.run(2, trained, Net, plan_of({"zero_stage": stage}), tmp_path, True, penalty)
+            assert sharded[0] == pytest.approx(whole[0], rel=1e-12)
 
 
 def test_hooks_of_parameters_are_refused(tmp_path: Path) -> None:
