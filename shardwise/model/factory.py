@@ -180,6 +180,11 @@ class FactoryModel(Blueprint):
                 why="a weight in a list or a closure stays on the meta device",
                 fix="register it as a parameter or a buffer, and read it from the module that has it",
             )
+        if "does not require grad" in str(error) and not torch.is_grad_enabled():
+            return self._error(
+                "the loss differentiates, and an evaluation has no graph",
+                fix="do it within torch.enable_grad()",
+            )
         return self._read_in_shards() if "mixed torch.Tensor and DTensor" in str(error) else None
 
     def _read_in_shards(self) -> RecipeError:
@@ -205,6 +210,11 @@ class FactoryModel(Blueprint):
             )
         if isinstance(total, DTensor):
             raise self._read_in_shards()
+        if isinstance(count, Tensor) and (count.ndim or count.is_floating_point() or count.is_complex()):
+            why = f"it is {_described(count)} of {str(count.dtype).removeprefix('torch.')}"
+            raise self._error(
+                "the number of valid targets must be one whole number", why, "count: (labels != -100).sum()"
+            )
         if is_half(total.dtype):
             raise self._error(
                 f"the loss is summed in {str(total.dtype).removeprefix('torch.')}",

@@ -111,10 +111,12 @@ class LayerInputs(TorchFunctionMode):
     Attributes:
         dtype: of compute.
         model: the module whose forward pass it is active in.
+        returned: whether that pass has not begun, or is over.
     """
 
     dtype: torch.dtype = torch.float32
     model: nn.Module | None = None
+    returned: bool = True
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -125,6 +127,8 @@ class LayerInputs(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and _writes(func):
             self._require_own_weights(args[0])
+        if func is torch.autograd.grad:
+            self._require_whole_weights()
         if func in _LAYERS:
             if len(_float_dtypes([*args, *kwargs.values()])) > 1:
                 args, kwargs = _cast_all((args, kwargs), self.dtype)
@@ -148,6 +152,17 @@ class LayerInputs(TorchFunctionMode):
         for name, parameter in model.named_parameters() if keys else ():
             if not isinstance(parameter, DTensor) and storage_key(parameter.untyped_storage()) in keys:
                 raise written_weight(name)
+
+    def _require_whole_weights(self) -> None:
+        """Raise RecipeError for a derivative within a step whose backward pass frees gathered weights."""
+        sharded = [m for m in self.model.modules() if FSDPModule in type(m).__mro__] if self.model else []
+        if sharded and (self.returned or sharded != [self.model]):
+            raise RecipeError(
+                "the loss uses torch.autograd.grad through a sharded module",
+                where="strategy.zero_stage",
+                why="that backward pass frees the gathered weights, which the step's own needs",
+                fix="set zero_stage: 0 with one dtype, or do it in the forward() of a module without units()",
+            )
 
     def cast_sequence(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a recurrent net in the dtype of compute: a sequence, perhaps packed, and a state."""
@@ -230,6 +245,8 @@ def cast_layer_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """
     mode = LayerInputs(model=model)
     vars(model)[_STATE_NAME] = mode
+    model.register_forward_pre_hook(lambda *_: setattr(mode, "returned", False))
+    model.register_forward_hook(lambda *_: setattr(mode, "returned", True), always_call=True)
     model.register_forward_hook(_widened)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # it refuses other dtypes before it calls an operation

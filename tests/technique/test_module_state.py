@@ -138,6 +138,21 @@ class Follower(Net):
         return super().forward(x) + self.leave(self.copy(x))
 
 
+class Forces(Net):
+    """Returns a derivative."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).square().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0][:, :3]
+
+
+class WholeForces(Forces):
+    def units(self) -> list[nn.Module]:
+        return []
+
+
 class Borrowing(Net):
     """A list has one of its weights."""
 
@@ -173,6 +188,19 @@ def decayed_head(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """With a penalty on weights of no unit."""
     total, count = loss(model, batch)
     return total + count * model.leave.weight.square().sum(), count
+
+
+def sloped(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """With a penalty on the gradient of the inputs."""
+    with torch.enable_grad():
+        x = batch["x"].detach().requires_grad_()
+        y = model(x)
+        slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+    return (y - batch["y"]).square().sum() + slope.square().sum(), len(x)
+
+
+def weighted(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return model(batch["x"]).square().sum(), torch.ones(len(batch["x"])).sum()
 
 
 def made(kind: type[Net]) -> Net:
@@ -299,6 +327,7 @@ def test_saves_and_evaluations_change_no_step(kind: type[Net], pool: Pool, tmp_p
         (InPlace, {"activation_checkpointing": "full"}, "runs again in the backward pass changes a buffer"),
         (Replaced, {"activation_checkpointing": "every:2"}, r"changes a buffer \(.*Centred: mean\)"),
         (Normed, {"activation_checkpointing": "selective"}, r"changes a buffer \(.*Linear: weight_[uv]\)"),
+        (Forces, {"zero_stage": 2}, "torch.autograd.grad through a sharded module"),
         (Borrowing, {"zero_stage": 0}, "uses a tensor that is not its own"),
     ],
 )
@@ -332,6 +361,23 @@ def test_a_penalty_on_weights_is_that_of_whole_weights_or_refused(pool: Pool, tm
         for stage in stages:
             sharded, _ = pool.run(2, trained, Net, plan_of({"zero_stage": stage}), tmp_path, True, penalty)
             assert sharded[0] == pytest.approx(whole[0], rel=1e-12)
+
+
+def test_derivatives_in_the_forward_pass_of_a_module_without_units(pool: Pool, tmp_path: Path) -> None:
+    whole, _ = pool.run(2, trained, WholeForces, plan_of({"zero_stage": 0}), tmp_path, True)
+    sharded, _ = pool.run(2, trained, WholeForces, plan_of({"zero_stage": 3}), tmp_path, True)
+    assert sharded[0] == pytest.approx(whole[0], rel=1e-12)
+    said = pool.run(2, trained, WholeForces, plan_of({"zero_stage": 3}), tmp_path, False, sloped)
+    assert all("torch.autograd.grad through a sharded module" in str(line) for line in said)
+
+
+def test_a_count_that_is_no_whole_number_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"must be one whole number .*one number of float32"):
+        shardwise.plan(
+            cluster={"device": "cpu", "devices_per_node": 1},
+            strategy={"micro_batch_size": MICRO},
+            **given(Net, weighted),
+        )
 
 
 def test_hooks_of_parameters_are_refused(tmp_path: Path) -> None:
