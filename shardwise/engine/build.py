@@ -143,16 +143,22 @@ def allocate(model: nn.Module, device: torch.device, on_host: bool) -> None:
     if not on_host:
         # to_empty() gives every name of a tied parameter memory of its own, which the optimizer would update, too.
         tied = {canonical_name(alias): canonical_name(first) for alias, first in shared_names(model).items()}
-        model.to_empty(device=device)
+        _to_empty(model, device)
         share(model, tied)
         return
     with host_memory(pinned=True):
-        model.to_empty(device="cpu")
+        _to_empty(model, torch.device("cpu"))
         # Pads and pins shards, which FSDP2 would otherwise do within the first step.
         fsdp_initialise(model)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _to_empty(model: nn.Module, device: torch.device) -> None:
+    """Allocate each module once, also one that several parents have; FSDP2's modules after those inside of them."""
+    for module in reversed(list(model.modules())):
+        module.to_empty(device=device, recurse=False)
 
 
 def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torch.device) -> Run:

@@ -344,6 +344,10 @@ class FactoryModel(Blueprint):
 def require_kept(module: nn.Module) -> None:
     """Raise RecipeError for what does not outlive the tensors of a module: a run stores its shards in others."""
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise RecipeError(
+                "a lazy module has no shape yet", where=f"module: {name}", fix="call it with a batch before"
+            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise RecipeError(
                 "a hook of a parameter is not kept",

@@ -102,6 +102,18 @@ class Late(Net):
         return self.leave(self.blocks[1](x) if self.calls % 2 == 0 else x)
 
 
+class Common(Net):
+    """Two modules have the same layer inside, as an encoder and a decoder have an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(6, 6)
+        self.first, self.second = nn.Sequential(layer, nn.GELU()), nn.Sequential(nn.Tanh(), layer)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.leave(self.second(self.first(self.enter(x))))
+
+
 class Clipped(Net):
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
@@ -290,6 +302,8 @@ def plain(
         (InPlace, {"zero_stage": 2}),
         (Replaced, {"zero_stage": 3}),
         (Late, {"zero_stage": 1}),
+        (Common, {"zero_stage": 0}),
+        (Common, {"zero_stage": 3}),
         (Follower, {"zero_stage": 0}),
         (Clipped, {"zero_stage": 0}),
     ],
@@ -378,6 +392,21 @@ def test_a_count_that_is_no_whole_number_is_refused() -> None:
             strategy={"micro_batch_size": MICRO},
             **given(Net, weighted),
         )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_layer_of_two_modules_is_planned(stage: int) -> None:
+    plan = shardwise.plan(
+        cluster={"device": "cpu", "devices_per_node": 2},
+        strategy={"micro_batch_size": MICRO, "zero_stage": stage},
+        **given(Common),
+    )
+    assert plan.parameters == sum(p.numel() for p in made(Common).parameters())
+
+
+def test_a_lazy_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"a lazy module has no shape yet \(module: 0\.weight\)"):
+        GivenModel(nn.Sequential(nn.LazyLinear(3)), loss, points(), tmp_path)
 
 
 def test_hooks_of_parameters_are_refused(tmp_path: Path) -> None:
