@@ -214,7 +214,7 @@ def _shard(site: Site, reshard: bool) -> None:
     from shardwise.runtime.torch_private_fsdp import fsdp_integers, fsdp_skip_ungathered
 
     dtypes, view = site.options.dtypes, site.view
-    _refuse_shared_weights(view.blocks)
+    _refuse_shared_weights(view.model, view.blocks)
     _refuse_scaled_rows(view.model)
     precision = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.storage else None,
@@ -270,18 +270,22 @@ def _used_as_stored(
             yield parameter
 
 
-def _refuse_shared_weights(blocks: Sequence[nn.Module]) -> None:
-    """FSDP2 gathers a weight with one group. Raises RecipeError for a weight that two blocks use."""
-    first: dict[nn.Parameter, int] = {}
-    for index, block in enumerate(blocks):
-        for name, parameter in block.named_parameters():
-            if first.setdefault(parameter, index) != index:
-                raise RecipeError(
-                    "blocks that share weights are not sharded",
-                    where="strategy.zero_stage",
-                    why=f"the blocks {first[parameter]} and {index} share {name}",
-                    fix="set zero_stage: 0, with a precision that stores and computes in one dtype",
-                )
+def _refuse_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """FSDP2 gathers a weight with one group. Raises RecipeError for a weight that a block and another module use."""
+    number = {block: index for index, block in enumerate(blocks)}
+    named = model.named_modules(remove_duplicate=False)
+    paths = {f"{path}.": number[module] for path, module in named if module in number}
+    first: dict[nn.Parameter, int | None] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        index = next((index for path, index in paths.items() if name.startswith(path)), None)
+        if first.setdefault(parameter, index) != index:
+            others = [f"block {i}" for i in (first[parameter], index) if i is not None]
+            raise RecipeError(
+                "blocks that share weights are not sharded",
+                where="strategy.zero_stage",
+                why=f"{others[0]} shares {name} with {others[1] if others[1:] else 'the rest of the model'}",
+                fix="set zero_stage: 0, with a precision that stores and computes in one dtype",
+            )
 
 
 def _refuse_scaled_rows(model: nn.Module) -> None:
