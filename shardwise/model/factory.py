@@ -29,16 +29,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.core.call_signatures import Call, require_accepts
 from shardwise.core.errors import RecipeError
 from shardwise.core.user_objects import resolve
 from shardwise.model.blueprint import PADDING, Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.initial import seed_of
+from shardwise.model.module_checks import require_kept
 from shardwise.runtime.layer_inputs import cast_layer_inputs, casting, is_half, kept_statistics
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
+    is_divided,
     local_part,
     local_slices,
     named_parameters,
@@ -115,7 +116,7 @@ class FactoryModel(Blueprint):
         return units
 
     def _require_blocks(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Blocks are called, are within the model, and are apart from each other."""
+        """Blocks are called, are within the model, and none is inside of another."""
         names = {module: name for name, module in model.named_modules()}
         inside = Counter(module for unit in units for module in unit.modules() if module in units)
         for unit in units:
@@ -208,7 +209,7 @@ class FactoryModel(Blueprint):
                 why=f"it returned {_described(made)}",
                 fix="sum instead of averaging (reduction='sum'), and count: (labels != -100).sum()",
             )
-        if isinstance(total, DTensor):
+        if is_divided(total):
             raise self._read_in_shards()
         if isinstance(count, Tensor) and (count.ndim or count.is_floating_point() or count.is_complex()):
             why = f"it is {_described(count)} of {str(count.dtype).removeprefix('torch.')}"
@@ -339,29 +340,6 @@ class FactoryModel(Blueprint):
 
     def _error(self, what: str, why: str = "", fix: str = "") -> RecipeError:
         return RecipeError(what, where=f"model.factory: {self.target}", why=why, fix=fix)
-
-
-def require_kept(module: nn.Module) -> None:
-    """Raise RecipeError for what does not outlive the tensors of a module: a run stores its shards in others."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise RecipeError(
-                "a lazy module has no shape yet", where=f"module: {name}", fix="call it with a batch before"
-            )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise RecipeError(
-                "a hook of a parameter is not kept",
-                where=f"module: {name}",
-                why="it would see the gradient of one micro-batch, or of a shard",
-                fix="change gradients in a torch.autograd.Function of forward(), or in an optimizer of your own",
-            )
-    first: dict[int, str] = {}
-    for path, owner in module.named_modules():
-        for key, buffer in owner.named_buffers(recurse=False):
-            name = f"{path}.{key}" if path else key
-            if (other := first.setdefault(id(buffer), name)) != name:
-                fix = "register it once, and read it from the module that has it"
-                raise RecipeError("two buffers are one tensor", where=f"module: {other}, {name}", fix=fix)
 
 
 class _RecordingBatch(dict[str, Tensor]):

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.factory import FactoryModel, require_kept
+from shardwise.model.factory import FactoryModel
+from shardwise.model.module_checks import require_kept
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
     local_part,

@@ -110,6 +110,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks are registered on a parameter; nothing public lists them."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def version_of(tensor: Tensor) -> int:
     """The version counter, which every in-place operation raises. Autograd compares it; nothing public reads it."""
     return tensor._version

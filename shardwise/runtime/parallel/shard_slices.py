@@ -43,6 +43,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of it."""
+    return isinstance(tensor, DTensor)
+
+
 def local_slices(tensor: Tensor) -> Slices:
     """The place of ``local_part(tensor)`` in the global tensor; empty slices if this rank has no part.
 
