@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.phase import micro_batch, phase
-from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, SeesLoss
+from shardwise.engine.run import ForwardBackward, SeesLoss
 from shardwise.engine.targets import targets_of
 from shardwise.model.blueprint import Batch
 from shardwise.model.plain_passes import in_evaluation
-from shardwise.runtime.layer_inputs import BufferWrites
+from shardwise.runtime.layer_inputs import state_buffers
 from shardwise.runtime.parallel.shard_slices import local_part
 
 LEAST = 3
@@ -23,16 +23,14 @@ LEAST = 3
 class Sequential(ForwardBackward):
     """Each micro-batch's backward pass follows its forward pass."""
 
-    def __init__(self, live: LiveModel, update: OptimizerStep) -> None:
-        super().__init__(live, update)
-        self._buffers = BufferWrites(live.model)
-
     def _share_buffers(self) -> None:
-        """Give every rank rank 0's buffers that the last step wrote: then no save or evaluation changes a step."""
+        """Give every rank rank 0's buffers that forward passes may read: then no save or evaluation changes a step.
+
+        Which of them the last step has written, ranks may not agree on.
+        """
         if self._live.blueprint.objective is None and dist.get_world_size() > 1:
-            for buffer in self._buffers.written().values():
+            for buffer in state_buffers(self._live.model):
                 dist.broadcast(local_part(buffer), 0)
-            self._buffers.written()
 
     def forward_backward(
         self, batches: Sequence[Batch], sees_loss: SeesLoss | None = None

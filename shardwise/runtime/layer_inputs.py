@@ -35,7 +35,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from shardwise.core.errors import RecipeError
-from shardwise.runtime.torch_private import apply_to_tensors, in_backward, storage_key, version_of
+from shardwise.runtime.torch_private import (
+    apply_to_tensors,
+    in_backward,
+    non_persistent_buffers,
+    storage_key,
+    version_of,
+)
 
 _LAYERS: frozenset[Any] = frozenset(
     [
@@ -272,6 +278,14 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
+def state_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Buffers that a checkpoint has, but the statistics of norms, which training does not read."""
+    for module in model.modules():
+        if not hasattr(module, "num_batches_tracked"):
+            own, constant = module.named_buffers(recurse=False), non_persistent_buffers(module)
+            yield from (buffer for name, buffer in own if name not in constant)
+
+
 class BufferWrites:
     """Sees which buffers of a model are written or replaced. Not statistics of norms, which training does not read."""
 
@@ -339,6 +353,7 @@ class _SecondRun:
 
     def end(self, *_: object) -> None:
         if in_backward():
-            self._running.pop().close()
+            if self._running:  # not where ``begin`` refused the second run
+                self._running.pop().close()
         else:
             self._changed = next(iter(self.buffers.written()), self._changed)
