@@ -45,7 +45,9 @@ def command(
             "the strategy does not train as one process does",
             where=plan.line,
             why=_why(verdict),
-            fix="compare with another strategy to see which technique differs, and report it",
+            fix="verify on one device, where the model does not depend on the layout"
+            if (verdict.proof or verdict).depends_on_layout
+            else "compare with another strategy to see which technique differs, and report it",
         )
 
 

@@ -1,12 +1,14 @@
 """Runs without dropout, for comparisons: what it drops depends on the rank and on the order of layers.
 
 The recipe turns off that of adapters and of transformers' models, and modules of PyTorch have it as an attribute.
-Random numbers that a user's code draws itself remain; ``draws_random_numbers`` tells.
+Random numbers that a user's code draws itself remain; ``draws_random_numbers`` tells. Buffers that forward passes read
+and change differ between layouts as well; ``reads_changed_buffers`` tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -41,5 +43,35 @@ def draws_random_numbers(loss: Callable[[nn.Module, Batch], LossSum], model: nn.
     losses = []
     for seed in range(3):
         torch.manual_seed(seed)
-        losses.append(loss(model, batch)[0].item())
+        with kept_buffers(model):
+            losses.append(loss(model, batch)[0].item())
     return len(set(losses)) > 1
+
+
+@torch.no_grad()
+def reads_changed_buffers(
+    loss: Callable[[nn.Module, Batch], LossSum], model: nn.Module, batch: Batch
+) -> bool:
+    """Whether the loss of a batch depends on buffers that the passes before it changed, such as a running mean."""
+    losses = []
+    with kept_buffers(model):
+        for _ in range(2):
+            torch.manual_seed(0)
+            losses.append(loss(model, batch)[0].item())
+    return len(set(losses)) > 1
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """In this block forward passes change the buffers of a model in vain."""
+    before = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer, values in before:
+            buffer.data.copy_(values)  # a plain copy would raise the version that autograd compares
+            buffers[name] = buffer

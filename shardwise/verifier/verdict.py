@@ -114,6 +114,7 @@ class Verdict:
         notes: settings that this comparison replaced, and what else limits it, in words.
         untrained: first steps in which all advantages were zero. Gradients were zero, or rounding error of the distance
             from the reference, which the optimizer amplifies; so nothing is compared.
+        depends_on_layout: whether the model draws random numbers of its own, or reads buffers that it changes.
         proof: the same layout in fp64 against a plain process in fp64.
     """
 
@@ -134,6 +135,7 @@ class Verdict:
     unskipped: int = 0
     notes: tuple[str, ...] = ()
     untrained: int = 0
+    depends_on_layout: bool = False
     proof: Verdict | None = None
 
     @property

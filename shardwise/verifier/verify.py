@@ -41,7 +41,13 @@ from shardwise.technique import in_fp64, precision_of
 from shardwise.trainer.batches import StepBatches, batches_of
 from shardwise.trainer.precomputed import with_precomputed
 from shardwise.verifier.comparison import gradient_products, parameter_differences, way_products
-from shardwise.verifier.dropout import draws_random_numbers, drop_nothing, without_dropout
+from shardwise.verifier.dropout import (
+    draws_random_numbers,
+    drop_nothing,
+    kept_buffers,
+    reads_changed_buffers,
+    without_dropout,
+)
 from shardwise.verifier.plain_runs import END_FILE, GRADIENTS_FILE, START_FILE, read_runs, run_plain
 from shardwise.verifier.reference import (
     GradientScale,
@@ -63,6 +69,10 @@ _EXACT = {"adamw_8bit": "adamw"}
 
 _ROUNDING_NOTE = "the model's code rounds to fp32, so fp32's tolerance applies"
 _DRAWS = "the model's code draws random numbers, which differ between layouts, and so may the results"
+_READS_BUFFERS = (
+    "forward passes read buffers that they change: those of a rank follow from its samples, as in"
+    " DistributedDataParallel, and so results differ between layouts"
+)
 _NO_GRADIENTS = "not proved: gradients, which are zero in all steps"
 _WEIGHTS_FILE, _STEPS_FILE, _VERDICT_FILE = "reference.safetensors", "reference.json", "verify.json"
 
@@ -146,15 +156,16 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
             yield made
 
     (first,) = loss.prepared(model, source.at(0)[:1])
-    narrow = dtype == torch.float64 and rounds_to_fp32(loss, model, first)
-    random = draws_random_numbers(loss, model, first)
+    with kept_buffers(model):
+        narrow = dtype == torch.float64 and rounds_to_fp32(loss, model, first)
+    random, reads = (tells(loss, model, first) for tells in (draws_random_numbers, reads_changed_buffers))
     scale = GradientScale()
     seen = list(train_reference(recipe, blueprint, model, loss, batches(), scale))
     digits = torch.float32 if narrow else dtype
     save_file(scale.compared(detached_parameters(model), digits), folder / _WEIGHTS_FILE)
     undetermined = scale.undetermined(digits)
     still = all(result.grad_norm == 0 for result in seen)
-    notes = [_ROUNDING_NOTE] * narrow + [_DRAWS] * random + [_NO_GRADIENTS] * still
+    notes = [_ROUNDING_NOTE] * narrow + [_DRAWS] * random + [_READS_BUFFERS] * reads + [_NO_GRADIENTS] * still
     steps = [vars(s) for s in seen]
     untrained = [*signals, True].index(True)  # steps before the first with a signal
     if untrained < len(steps) and not (recipe.objective and recipe.objective.reads_reference):
@@ -164,6 +175,7 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
         "untrained": untrained,
         "undetermined": undetermined,
         "rounds_to_fp32": narrow,
+        "depends_on_layout": random or reads,
         "notes": notes,
     }
     (folder / _STEPS_FILE).write_text(json.dumps(left), encoding="utf-8")
@@ -213,6 +225,7 @@ def run_strategy(
         precision,
         notes=(*words, *left["notes"]),
         untrained=left["untrained"],
+        depends_on_layout=left["depends_on_layout"],
     )
 
 
