@@ -266,7 +266,8 @@ def _used_as_stored(
     own = {p: meshes[axes] for module, axes in site.view.own_axes.items() for p in module.parameters()}
     for parameter in site.view.model.parameters():
         cast = parameter.is_floating_point() and parameter.dtype != site.options.dtypes.compute
-        if not parameter.requires_grad and not cast and own.get(parameter, mesh).size() == 1:
+        whole = own.get(parameter, mesh).size(-1) == 1  # the last axis is that of the shards (_mesh)
+        if not parameter.requires_grad and not cast and whole:
             yield parameter
 
 

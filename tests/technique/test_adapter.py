@@ -73,12 +73,24 @@ def test_frozen_weights_have_no_gradients_and_no_state(quantize: str) -> None:
     assert any("lora of rank 8 trains" in note for note in run.hints.notes)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+WHOLE: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"zero_stage": 0}),
+    (1, {"zero_stage": 1}),
+    (2, {"zero_stage": 0}),
+    (2, {"zero_stage": 1, "replicate": 2}),
+    (2, {"zero_stage": 0, "sequence_parallel": 2}),
+)
+"""Devices and settings with which every rank has all weights."""
+
+
+@pytest.mark.parametrize(("devices", "settings"), WHOLE, ids=str)
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_one_rank_has_no_copy_of_frozen_weights(quantize: str, stage: int) -> None:
-    """It has them whole in bf16: FSDP2 would copy those of a block, or of all blocks, into a gathered buffer."""
+def test_ranks_that_have_all_weights_copy_no_frozen_ones(
+    quantize: str, devices: int, settings: dict[str, Any]
+) -> None:
+    """A rank has them whole in bf16: FSDP2 would copy those of a block, or of all blocks, into a gathered buffer."""
     adapter = {"rank": 2, "targets": "attention", "quantize": quantize}
-    run = planned(adapter, {"precision": "bf16", "zero_stage": stage})
+    run = planned(adapter, {"precision": "bf16", **settings}, cluster={"devices_per_node": devices})
     trained = run.parameters - blueprint_of(recipe_with(adapter, WIDE)).parameter_counts()[1]
     most = max(point.ledger.parameters for point in run.timeline)
     assert most - run.peaks["clip"].ledger.parameters <= 2 * trained
