@@ -74,7 +74,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     if name in _RECURRENT:
         steps, batch, _ = args[0].shape
         return _RECURRENT[name] * 2 * steps * batch * (args[1].numel() + args[2].numel())
-    count = flop_registry.get(packet_of(func))
+    count = flop_registry.get(_IN_PLACE.get(name) or packet_of(func))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
@@ -89,6 +89,9 @@ _PRODUCT_ARGUMENTS = {
 }
 """Operations of one product or of equal ones, and the positions of both operands."""
 
+_IN_PLACE = {"aten::addmm_": torch.ops.aten.addmm, "aten::baddbmm_": torch.ops.aten.baddbmm}
+"""Products that are added in place, which the registry lacks, and the operation with the same FLOPs: LoRA adds so to
+the base layer's product, and the chunked loss to the gradient of the head."""
 
 _RECURRENT = {"aten::mkldnn_rnn_layer": 1, "aten::mkldnn_rnn_layer_backward": 2}
 """oneDNN's LSTM: two products per time step, with the input and the hidden state, and twice as many backward."""
@@ -136,7 +139,8 @@ def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     if name in _ATTENTION_FORWARD or name in _ATTENTION_BACKWARD or name in (_VARLEN, _VARLEN_BACKWARD):
         query, key, _ = _attention_shapes(func, args)
         return query[0] * query[1], query[2], key[-2], query[-1]
-    places = _PRODUCT_ARGUMENTS.get(name.removesuffix(".out"))  # compiled code gives the result's memory
+    # Compiled code gives the result's memory, and an operation in place its first argument's.
+    places = _PRODUCT_ARGUMENTS.get(name.removesuffix(".out").removesuffix("_"))
     if places is None:
         return ()
     left, right = (args[index].shape for index in places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwise.planner.ranks import predict_worst
 from shardwise.planner.timing import predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.runtime.flops import FlopCounter
+from shardwise.runtime.flops import FlopCounter, product_shape
 from shardwise.technique import SETTINGS, layout_of, strategy_from
 from tests.harness.dry_runs import dry_run
 
@@ -148,3 +149,20 @@ def test_a_causal_kernel_skips_half_and_a_masked_one_nothing(backward: bool) -> 
                 out.sum().backward()
         assert counter.flops == share * full
         assert counter.recomputed == (share * full / 7 if backward else 0)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["addmm_", "baddbmm_"])
+def test_a_product_that_is_added_in_place_is_counted(batch: tuple[int, ...]) -> None:
+    left, right, into = torch.ones(*batch, 4, 5), torch.ones(*batch, 5, 6), torch.ones(*batch, 4, 6)
+    with FlopCounter() as counter:
+        into.baddbmm_(left, right) if batch else into.addmm_(left, right)
+    assert counter.flops == 2 * 4 * 5 * 6 * math.prod(batch)
+    operation = torch.ops.aten.baddbmm_.default if batch else torch.ops.aten.addmm_.default
+    assert product_shape(operation, (into, left, right)) == (math.prod(batch), 4, 6, 5)
+
+
+def test_a_chunked_loss_in_fp32_computes_no_more_than_a_whole_one() -> None:
+    """Its chunks are added to the gradient of the head in place."""
+    asked = recipe(4)
+    flops = [executed(asked, precision="fp32", loss=loss) for loss in ("logits", "chunked")]
+    assert flops[0] == flops[1]
