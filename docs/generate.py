@@ -150,7 +150,9 @@ def tried(technique: Technique, setting: Setting[Any]) -> str:
     values = [v for s in strategies for v in technique.candidates(setting, case_of(s, 16, recipe, 8))]
     words = ", ".join(code(value) for value in dict.fromkeys(values))
     last = ", ".join(map(code, setting.last_resort))
-    return "; ".join(filter(None, [words, f"where nothing else fits: {last}" if last else ""]))
+    return "; ".join(
+        filter(None, [words, f"where nothing else fits or a step gets 10 % faster: {last}" if last else ""])
+    )
 
 
 def settings() -> str:

@@ -135,7 +135,8 @@ class Setting(Generic[T]):
         maximum: the largest.
         candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
             () means that only the default is used.
-        last_resort: values that the planner tries only where nothing else fits, cheapest in time first.
+        last_resort: values that the planner tries where nothing else fits, or where they may save much; cheapest in
+            time first.
         ordered: whether a candidate never makes a step faster than those before it.
         compared: further values whose cost the plan shows but never chooses.
         step: ``plan --limits`` searches the largest value that fits in steps of this size; 0: it does not search.

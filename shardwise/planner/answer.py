@@ -165,7 +165,7 @@ def _slower_by_pins(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[st
 
 
 def _last_resorts(recipe: Recipe, cluster: Cluster, plan: Plan) -> Mapping[str, Sequence[object]]:
-    """By setting the values that the search tries only where nothing else fits."""
+    """By setting the values of the last resort."""
     case = case_of(plan.strategy, plan.world_size, recipe, cluster.devices_per_node)
     last: dict[str, Sequence[object]] = {MICRO_BATCH_SIZE.key: ()}
     for technique in ORDER:
@@ -209,7 +209,7 @@ def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequenc
     if not others or any(other.strategy[setting] in others for other in plan.candidates):
         return ""
     if plan.fits and {*others} <= {*setting.last_resort}:
-        return "others are tried only where nothing else fits"
+        return "others are taken where nothing else fits, or where they save 10 %"
     reasons: list[str] = []
     for value in others:
         changed = plan.strategy.with_values(**{setting.key: value})

@@ -42,7 +42,7 @@ class Space:
     """All strategies without their micro-batch sizes.
 
     Attributes:
-        last_resort: also values that are tried only where nothing else fits.
+        last_resort: also values that are tried where nothing else fits, or where they may save much.
     """
 
     recipe: Recipe
