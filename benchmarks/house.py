@@ -31,7 +31,7 @@ STEP = {
     "engine/seeding.py": "seed_step",
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step end_step _expert_load",
-    "engine/forward_backward.py": "Sequential.forward_backward",
+    "engine/forward_backward.py": "Sequential.forward_backward Sequential._share_buffers",
     "engine/run.py": "LiveModel.local_batch LiveModel.local_batches LiveModel.count_targets LiveModel.own_parameters"
     " LiveModel.ranks_of ForwardBackward._measured"
     " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss"

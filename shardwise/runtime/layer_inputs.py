@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -121,8 +121,8 @@ class LayerInputs(TorchFunctionMode):
     """
 
     dtype: torch.dtype = torch.float32
-    model: nn.Module | None = None
-    returned: bool = True
+    model: nn.Module | None = field(default=None, compare=False)
+    returned: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.runtime.layer_inputs import cast_layer_inputs, casting
+from shardwise.runtime.same_code import code_of
+from shardwise.runtime.torch_private import function_modes
 from tests.harness import modules
 
 HALF = [torch.bfloat16, torch.float16]
@@ -192,3 +194,16 @@ def test_a_second_run_casts_and_keeps_statistics() -> None:
     assert after.any() and torch.equal(block[1].running_mean, after)
     assert block[1].num_batches_tracked.item() == 1
     assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_the_mode_of_a_model_has_a_code() -> None:
+    """Compiled blocks compare the modes around them; this one knows its model, which has it as an attribute."""
+    modes = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(2, 2))
+        cast_layer_inputs(model, [])
+        with casting(model):
+            modes.append(code_of(function_modes()[-1]))
+            model(torch.ones(2))
+            modes.append(code_of(function_modes()[-1]))
+    assert len(set(modes)) == 1
