@@ -273,6 +273,8 @@ def _used_as_stored(
 
 def _refuse_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """FSDP2 gathers a weight with one group. Raises RecipeError for a weight that a block and another module use."""
+    from shardwise.runtime.parallel.shard_slices import canonical_name
+
     number = {block: index for index, block in enumerate(blocks)}
     named = model.named_modules(remove_duplicate=False)
     paths = {f"{path}.": number[module] for path, module in named if module in number}
@@ -280,11 +282,12 @@ def _refuse_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> Non
     for name, parameter in model.named_parameters(remove_duplicate=False):
         index = next((index for path, index in paths.items() if name.startswith(path)), None)
         if first.setdefault(parameter, index) != index:
-            others = [f"block {i}" for i in (first[parameter], index) if i is not None]
+            users = [f"block {i}" for i in (first[parameter], index) if i is not None]
+            other = users[1] if users[1:] else "the rest of the model"
             raise RecipeError(
                 "blocks that share weights are not sharded",
                 where="strategy.zero_stage",
-                why=f"{others[0]} shares {name} with {others[1] if others[1:] else 'the rest of the model'}",
+                why=f"{users[0]} shares {canonical_name(name)} with {other}",
                 fix="set zero_stage: 0, with a precision that stores and computes in one dtype",
             )
 
