@@ -130,12 +130,17 @@ def test_one_card_has_stages_only_where_weights_are_cast(precision: str, stages:
     assert list(dict.fromkeys(each.values["zero_stage"] for each in found)) == stages
 
 
+def in_device_memory(predictor: Predictor) -> Prediction:
+    """The best strategy without values of the last resort that fits, and is not tight."""
+    search = StrategySearch(predictor, space(predictor.recipe))
+    return next(full for full in search.confirmed() if full.retries == 0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("memory_mib", "stage"), [(4096, 1), (2700, 0)])
 def test_one_card_keeps_cast_weights_if_they_fit(memory_mib: float, stage: int) -> None:
     """They take 193 MiB, and the step needs 2,628 MiB without them."""
-    chosen = choose_strategy(on_one_card(memory_mib))
-    assert chosen.strategy.values["zero_stage"] == stage
+    assert in_device_memory(on_one_card(memory_mib)).strategy.values["zero_stage"] == stage
 
 
 def test_offloading_is_the_last_resort() -> None:
@@ -160,7 +165,7 @@ def test_states_are_offloaded_where_that_saves_much(memory_mib: float, offload: 
     predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
     chosen = choose_strategy(predictor)
     assert chosen.strategy.values["offload"] == offload and fits(predictor, chosen)
-    plain = next(StrategySearch(predictor, space(asked)).confirmed())
+    plain = in_device_memory(predictor)
     assert (chosen.step.seconds < 0.9 * plain.step.seconds) == (offload != "none")
 
 
