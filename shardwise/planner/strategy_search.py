@@ -202,20 +202,21 @@ class StrategySearch:
 
     def faster_without_states(self, limit: float) -> Collection[tuple[Strategy, ...]]:
         """What blocks and the loss may keep where a step takes less than ``limit``, and fits but for the states."""
-        predictor, kept = self.predictor, set[tuple[Strategy, ...]]()
+        predictor = self.predictor
+        combinations: set[tuple[Strategy, ...]] = set()
         origins = self.walked[min(self.walked, key=math.prod)]
         if self._least_seconds(origins[0]) >= limit:
-            return kept
+            return combinations
         completions = (strategy for origin in origins for strategy in self.space.completions(origin))
         for strategy in filter(self._smallest_may_fit, completions):
-            if (key := blocks_and_loss(strategy)) in kept:
+            if (key := blocks_and_loss(strategy)) in combinations:
                 continue
             for size in self._sizes(strategy):
                 estimate = predictor.estimate(strategy.with_values(micro_batch_size=size))
                 rest = estimate.bytes - predictor.least_bytes(estimate.strategy)
                 if estimate.seconds < limit and rest < predictor.budget_bytes:
-                    kept.add(key)
-        return kept
+                    combinations.add(key)
+        return combinations
 
     def _few(self, origin: Strategy, completions: Sequence[Strategy]) -> Sequence[Strategy]:
         """The best one so far in other meshes, else the plainest; and the one that takes least."""

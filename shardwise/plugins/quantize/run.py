@@ -173,8 +173,8 @@ def _require_result(quantized: Quantized, model: str, state: PassState | None) -
 
     In both cases ``state``, if given, is removed: the same pass would end so again.
     """
-    kept = all(row.method == UNQUANTIZED for row in quantized.layers)
-    if state is not None and (kept or not math.isfinite(quantized.lost.kl)):
+    unquantized = all(row.method == UNQUANTIZED for row in quantized.layers)
+    if state is not None and (unquantized or not math.isfinite(quantized.lost.kl)):
         state.remove()
     if not math.isfinite(quantized.lost.kl):
         raise NumericsError(
@@ -183,7 +183,7 @@ def _require_result(quantized: Quantized, model: str, state: PassState | None) -
             why="; ".join(_reasons(quantized)),
             fix="give a model whose weights are finite",
         )
-    if kept:
+    if unquantized:
         raise RecipeError(
             "no weight was quantized",
             where=model,
