@@ -100,7 +100,7 @@ def on_meta(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:  # of any attribute
-        made = sorted(
+        results = sorted(
             f"{path}.{name}" if path else name
             for path, owner in module.named_modules()
             for name, value in vars(owner).items()
@@ -108,7 +108,7 @@ def on_meta(module: nn.Module) -> nn.Module:
         )
         raise RecipeError(
             "the module cannot be copied",
-            where=f"module: {made[0]}" if made else f"module: {type(module).__name__}",
-            why="a result of autograd is its attribute" if made else f"{type(error).__name__}: {error}",
+            where=f"module: {results[0]}" if results else f"module: {type(module).__name__}",
+            why="a result of autograd is its attribute" if results else f"{type(error).__name__}: {error}",
             fix="delete what a forward pass left there; for weight_norm, use torch.nn.utils.parametrizations",
         ) from error

@@ -12,6 +12,8 @@ with the states in host memory blocks may keep what they recompute otherwise. Th
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
 from shardwise.planner.predict import Prediction
@@ -65,7 +67,8 @@ def _or_last_resort(search: StrategySearch, full: Prediction) -> Prediction:
             value in resorts[key] for key, (_, value) in changed.items()
         )
 
-    for other in StrategySearch(predictor, space, limit, is_near).confirmed():
-        if other.retries == 0:
-            return other if other.step.seconds < (1 - _LAST_RESORT_SAVES) * full.step.seconds else full
-    return full
+    faster = full
+    with suppress(RecipeError):  # the model refuses: ``full`` fits all the same
+        confirmed = StrategySearch(predictor, space, limit, is_near).confirmed()
+        faster = next((other for other in confirmed if other.retries == 0), full)
+    return faster if faster.step.seconds < (1 - _LAST_RESORT_SAVES) * full.step.seconds else full

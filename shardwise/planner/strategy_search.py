@@ -212,10 +212,14 @@ class StrategySearch:
             if (key := blocks_and_loss(strategy)) in combinations:
                 continue
             for size in self._sizes(strategy):
-                estimate = predictor.estimate(strategy.with_values(micro_batch_size=size))
+                try:
+                    estimate = predictor.estimate(strategy.with_values(micro_batch_size=size))
+                except RecipeError:  # a package is missing, or the model refuses
+                    break
                 rest = estimate.bytes - predictor.least_bytes(estimate.strategy)
                 if estimate.seconds < limit and rest < predictor.budget_bytes:
                     combinations.add(key)
+                    break
         return combinations
 
     def _few(self, origin: Strategy, completions: Sequence[Strategy]) -> Sequence[Strategy]:

@@ -112,9 +112,9 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
 def _quantization_config(
     source: SourceModel, quantizer: Quantizer, quantized: Quantized, of_experts: Scheme | None
 ) -> dict[str, Any]:
-    kept = ignored(source.blueprint, source.contents, quantized.layers)
+    excluded = ignored(source.blueprint, source.contents, quantized.layers)
     symmetric = not any(ZERO in row.tensors for row in quantized.layers)
-    return quantization_config(quantizer.scheme, kept, quantized.method, symmetric, of_experts)
+    return quantization_config(quantizer.scheme, excluded, quantized.method, symmetric, of_experts)
 
 
 def _walk(source: SourceModel) -> Walk:
