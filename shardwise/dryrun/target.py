@@ -27,7 +27,7 @@ from shardwise.dryrun.onednn import KERNELS, with_workspaces
 from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
 from shardwise.runtime.accumulation import at_least_fp32
-from shardwise.runtime.attention.backend import MATH, BackendOrder, call_of, usable_backends
+from shardwise.runtime.attention.backend import MATH, BackendOrder, call_of, enabled_backends
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
 from shardwise.runtime.parallel.attention_kernels import kernels_as
@@ -238,7 +238,7 @@ def _cuda_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The kernel of the first backend that takes the call, as in a run. But for ``order``, the arguments of SDPA."""
-    name = usable_backends(call_of(query, key, value, attn_mask, dropout_p, is_causal), order)[0]
+    name = enabled_backends(call_of(query, key, value, attn_mask, dropout_p, is_causal), order)[0]
     if name == "cudnn":
         return cudnn_attention(query, key, value, None, True, dropout_p, is_causal, False, scale=scale)[0]
     if name.startswith("flash"):

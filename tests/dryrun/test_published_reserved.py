@@ -30,6 +30,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.core.units import GiB
@@ -77,7 +78,8 @@ class Block(nn.Module):
         q, k, v = (project(x).unflatten(-1, (HEADS, -1)) for project in (self.q, self.k, self.v))
         q, k = turned(q, angles), turned(k, angles)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # PyTorch of that time had no attention of cuDNN
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).contiguous().flatten(2))
 
 

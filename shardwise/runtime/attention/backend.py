@@ -4,8 +4,8 @@ PyTorch chooses by release and generation: since 2.10 cuDNN comes first on Hoppe
 masks. It is slower than FlashAttention on Blackwell (0.88 of it, github.com/huggingface/transformers/issues/48163) and
 returns NaN gradients for masked rows on Hopper (github.com/pytorch/pytorch/issues/196678). Here the order of preference
 is a fact of the device (``DeviceProfile.attention``): a table, or what ``shardwise doctor --calibrate`` measured. The
-first backend of that order that takes the call runs. The dry run asks the same function, so a plan counts the kernel
-that runs.
+first backend of that order runs that takes the call and that the model's own ``torch.nn.attention.sdpa_kernel`` does
+not exclude. The dry run asks the same function, so a plan counts the kernel that runs.
 
     cudnn       16 bits, head widths up to 128, no mask
     flash       16 bits, one head width up to 256, no mask: FlashAttention-2
@@ -31,6 +31,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+
+from shardwise.core.errors import RecipeError
 
 MATH = "math"
 BackendOrder = tuple[str, ...]
@@ -125,6 +127,31 @@ _TAKES: Mapping[str, Callable[[AttentionCall], bool]] = {
 }
 """The conditions of PyTorch's dispatcher (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), but for the masks that
 cuDNN would take. Flash attention pads head widths that are no multiples of 8."""
+
+
+_IS_ENABLED: Mapping[SDPBackend, Callable[[], bool]] = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def enabled_backends(call: AttentionCall | None, order: BackendOrder) -> BackendOrder:
+    """Those of ``order`` that take the call, and math, without what the model's own ``sdpa_kernel`` excludes.
+
+    Raises:
+        RecipeError: nothing is left.
+    """
+    enabled = tuple(name for name in order if _IS_ENABLED[SDPA_BACKENDS[name]]())
+    names = usable_backends(call, enabled)
+    if names == (MATH,) and not _IS_ENABLED[SDPBackend.MATH]():
+        raise RecipeError(
+            "no attention kernel takes a call of the model",
+            why=f"its sdpa_kernel allows {', '.join(enabled) or 'none of this device'}, and not math",
+            fix="allow SDPBackend.MATH, too",
+        )
+    return names
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.hardware.kinds import HOST, kind_of
-from shardwise.runtime.attention.backend import MATH, AttentionCall, BackendOrder, call_of, usable_backends
+from shardwise.runtime.attention.backend import MATH, AttentionCall, BackendOrder, call_of, enabled_backends
 from shardwise.runtime.attention.check import check_of, only_backends
 from shardwise.runtime.kernel_check import trusted
 from shardwise.runtime.torch_private_attention import attention_by_default
@@ -77,9 +77,9 @@ def _steered_attention(
     order = _orders[query.device.type]
     call = call_of(query, key, value, attn_mask, dropout_p, is_causal)
     if call is not None and torch.is_grad_enabled():
-        names = _trusted_backends(call, query.device, order)
+        names = _trusted_backends(call, query.device, enabled_backends(call, order))
     else:  # generation makes a call of another length for each token, so these are not checked
-        names = tuple(name for name in usable_backends(call, order) if (name, query.dtype) not in _wrong)
+        names = tuple(name for name in enabled_backends(call, order) if (name, query.dtype) not in _wrong)
     operands = query, key, value, attn_mask, dropout_p, is_causal
     if kind_of(query.device) is HOST and names[0] != MATH:  # whose one fused kernel PyTorch prefers
         return attention_by_default(*operands, scale=scale, enable_gqa=enable_gqa)
@@ -88,9 +88,8 @@ def _steered_attention(
 
 
 @cache
-def _trusted_backends(call: AttentionCall, device: torch.device, order: BackendOrder) -> BackendOrder:
-    """The usable backends from the first that computes what fp64 does."""
-    names = usable_backends(call, order)
+def _trusted_backends(call: AttentionCall, device: torch.device, names: BackendOrder) -> BackendOrder:
+    """Those of ``names``, which end with math, from the first on that computes what fp64 does."""
     while names[0] != MATH and not trusted(check_of(call, device, names)):
         _wrong.add((names[0], call.dtype))
         names = names[1:]

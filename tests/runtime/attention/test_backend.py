@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.core.errors import RecipeError
 from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.hardware.profiles import PROFILES
-from shardwise.runtime.attention.backend import AttentionCall, usable_backends
+from shardwise.runtime.attention.backend import AttentionCall, enabled_backends, usable_backends
 
 CALL = AttentionCall(
     torch.bfloat16,
@@ -60,6 +62,11 @@ class Names(TorchDispatchMode):
     ("device", "kernel"), [("H100-80GB", "cudnn"), ("A100-80GB", "flash"), ("T4-16GB", "efficient")]
 )
 def test_a_dry_run_calls_the_kernel_of_its_device(device: str, kernel: str) -> None:
+    assert attention_kernels(device) == [f"{kernel}_attention", f"{kernel}_attention_backward"]
+
+
+def attention_kernels(device: str) -> list[str]:
+    """What a dry run of a grouped causal call and its backward pass calls."""
     seen = Names()
     with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1, PROFILES[device].attention), seen:
         q = torch.empty(2, 256, 8, 64, dtype=torch.float16, requires_grad=True)
@@ -67,5 +74,25 @@ def test_a_dry_run_calls_the_kernel_of_its_device(device: str, kernel: str) -> N
         heads = (x.transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         out.sum().backward()
-    assert seen.names == [f"{kernel}_attention", f"{kernel}_attention_backward"]
     assert out.shape == (2, 8, 256, 64) and k.grad is not None and k.grad.shape == k.shape
+    return seen.names
+
+
+@pytest.mark.parametrize(
+    ("allowed", "kernel"),
+    [
+        ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], "flash"),
+        (SDPBackend.EFFICIENT_ATTENTION, "efficient"),
+    ],
+)
+def test_a_dry_run_calls_what_the_model_allows(allowed: Any, kernel: str) -> None:
+    with sdpa_kernel(allowed):
+        assert attention_kernels("H100-80GB")[0] == f"{kernel}_attention"
+
+
+def test_a_model_that_allows_no_kernel_of_its_call_is_refused() -> None:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+        wide = replace(CALL, dtype=torch.float32)
+        with pytest.raises(RecipeError, match=r"no attention kernel takes a call of the model.*cudnn, flash"):
+            enabled_backends(wide, PROFILES["H100-80GB"].attention)
+        assert enabled_backends(CALL, PROFILES["H100-80GB"].attention)[0] == "cudnn"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.dryrun.target import cuda_kernels
 from shardwise.runtime.attention import steering
@@ -196,6 +197,17 @@ def test_a_checked_call_leaves_random_numbers_and_saved_tensors_alone() -> None:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert {shape[-2] for shape in saved if len(shape) == 4} == {96} and len(saved) < 8
+
+
+def test_a_model_s_own_choice_of_kernels_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sdpa_kernel`` around a call, as for second derivatives, which fused kernels do not have."""
+    monkeypatch.setattr(steering, "HOST", None)  # the CPU chooses as an accelerator does
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(q, q, q)
+    (slope,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(slope.sum(), q)
+    assert bool(second.isfinite().all())
 
 
 def test_a_dry_run_for_an_accelerator_leaves_attention_as_it_was() -> None:
