@@ -100,11 +100,13 @@ class Evidence:
 
 
 def _inner(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """The innermost frames of torch and of the standard library."""
-    count = next(
-        (at for at, frame in enumerate(stack) if not (frame.is_torchs or frame.is_pythons)), len(stack)
+    """The innermost frames of torch and of the standard library, and what torch calls between its own."""
+    others = (
+        at
+        for at, frame in enumerate(stack)
+        if not (frame.is_torchs or frame.is_pythons or frame.intercepts_torch)
     )
-    return stack[:count]
+    return stack[: next(others, len(stack))]
 
 
 def culprit(evidence: Sequence[Evidence]) -> Evidence:

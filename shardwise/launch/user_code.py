@@ -39,6 +39,11 @@ class Frame:
         )
 
     @property
+    def intercepts_torch(self) -> bool:
+        """Whether torch calls it before a function of its own, as a mode of PyTorch (runtime/layer_inputs.py)."""
+        return self.function in ("__torch_function__", "__torch_dispatch__")
+
+    @property
     def is_ours(self) -> bool:
         return self.file.startswith(_PACKAGE)
 

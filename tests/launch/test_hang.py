@@ -35,6 +35,7 @@ IN_LOSS = (LOSS, PASS, LOOP)
 IN_BACKWARD = (BACKWARD, PASS, LOOP)
 IN_STOP = (ALL_REDUCE, STOP, LOOP)
 USERS_COLLECTIVE = (ALL_REDUCE, LOSS, PASS, LOOP)
+OWN_MODE = Frame(f"{OURS}/runtime/layer_inputs.py", 148, "__torch_function__")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ USERS_COLLECTIVE = (ALL_REDUCE, LOSS, PASS, LOOP)
         ((LINEAR, LOSS, PASS), Standing.ELSEWHERE),
         ((), Standing.ELSEWHERE),
         (USERS_COLLECTIVE, Standing.USERS_COLLECTIVE),
+        ((ALL_REDUCE, OWN_MODE, *USERS_COLLECTIVE), Standing.USERS_COLLECTIVE),
         (IN_BACKWARD, Standing.UNCLEAR),
         ((DISPATCH, PASS, LOOP), Standing.UNCLEAR),
         ((PASS, LOOP), Standing.UNCLEAR),
