@@ -112,4 +112,4 @@ def test_explain_shows_every_value(
     assert list(found) == ["none", "full"] and found["full"]["blocks"] == 3
     assert run(["explain", "checkpointing", "--depth", "3"]) == 0
     out = capsys.readouterr().out
-    assert "a decoder of 3 blocks" in out and "2.00×" in out
+    assert "a small decoder of 3 blocks" in out and "2.00×" in out
