@@ -60,14 +60,26 @@ def defined(target: str) -> tuple[str, ast.FunctionDef | ast.ClassDef | None]:
 
 def _module_spec(module: str) -> ModuleSpec | None:
     """Where Python would find a module. Unlike ``importlib.util.find_spec`` it imports no package on the way."""
-    spec, folders = None, None
+    spec: ModuleSpec | None = None
+    folders: list[str] | None = None
     for end in [*(n for n, letter in enumerate(module) if letter == "."), len(module)]:
-        specs = (finder.find_spec(module[:end], folders) for finder in sys.meta_path)
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = _spec_in(module[:end], folders)
         if spec is None:
             return None
         folders = list(spec.submodule_search_locations or [])
     return spec
+
+
+def _spec_in(module: str, folders: list[str] | None) -> ModuleSpec | None:
+    """The spec of a module whose package is in ``folders``; None for a top-level one."""
+    try:
+        specs = (finder.find_spec(module, folders) for finder in sys.meta_path)
+        return next((spec for spec in specs if spec is not None), None)
+    except KeyError:  # a folder without __init__.py, whose path follows that of its package once that is imported
+        spec = ModuleSpec(module, None, is_package=True)
+        inner = (Path(folder, module.rpartition(".")[2]) for folder in folders or ())
+        spec.submodule_search_locations = [str(path) for path in inner if path.is_dir()]
+        return spec
 
 
 def _tree(spec: ModuleSpec) -> ast.Module | None:

@@ -19,6 +19,8 @@ FILES = {
     "broken.py": "def digits(:\n",
     "package/__init__.py": "raise SystemExit('imported')\n",
     "package/inner.py": "class Reward: ...\n",
+    "package/nested/rewards.py": "def digits(): ...\n",
+    "namespace/deep/rewards.py": "def digits(): ...\n",
 }
 
 
@@ -26,7 +28,7 @@ FILES = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
 
@@ -36,6 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         "plain_rewards:digits", "plain_rewards:read", "plain_rewards:LIMIT", "with_star:anything", "lazy:anything",
         "made:later", "broken:digits", "package.inner:Reward", "json:loads", "math:sqrt", "os.path:join",
+        "namespace.deep.rewards:digits", "package.nested.rewards:digits",
     ],
 )  # fmt: skip
 def test_what_is_there_or_may_be_there_is_left_alone(target: str, folder: Path) -> None:
@@ -49,6 +52,8 @@ def test_what_is_there_or_may_be_there_is_left_alone(target: str, folder: Path) 
         ("package.inner:Rewards", r"inner.py has no 'Rewards'; did you mean 'Reward'\?"),
         ("rewards_away:digits", "there is no module 'rewards_away'; it must be importable from "),
         ("package.outer:Reward", "there is no module 'package.outer'"),
+        ("namespace.deep.rewards:digit", r"rewards.py has no 'digit'; did you mean 'digits'\?"),
+        ("namespace.deep.reward:digits", "there is no module 'namespace.deep.reward'"),
         ("plain_rewards.py:digits", "leave out .py: plain_rewards:digits"),
     ],
 )
