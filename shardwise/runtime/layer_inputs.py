@@ -42,6 +42,7 @@ from shardwise.runtime.torch_private import (
     storage_key,
     version_of,
 )
+from shardwise.runtime.torch_private_compiler import is_tracing
 
 _LAYERS: frozenset[Any] = frozenset(
     [
@@ -133,7 +134,7 @@ class LayerInputs(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and _writes(func):
             self._require_own_weights(args[0])
-        if func is torch.autograd.grad:
+        if func is torch.autograd.grad and not is_tracing():
             self._require_whole_weights()
         if func in _LAYERS:
             if len(_float_dtypes([*args, *kwargs.values()])) > 1:

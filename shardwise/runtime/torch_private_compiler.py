@@ -74,6 +74,13 @@ def compiled(
     return cast("Function", passes)
 
 
+def is_tracing() -> bool:
+    """Whether AOTAutograd traces a function now. It takes the derivatives with ``torch.autograd.grad``."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def _compile_graph(graph: Any, inputs: Any, **options: Any) -> Any:
     """Compile one pass; C++ of a pass with 8-bit values without vectors.
 

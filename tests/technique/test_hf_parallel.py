@@ -5,9 +5,7 @@ tests/families trains all families in all ways; a long test repeats its table.
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
+from tests.families import __main__ as families
 from tests.harness.corpora import EVEN
 from tests.harness.families import save_tiny
 from tests.harness.parity import Parity, Trial
@@ -141,14 +140,8 @@ def test_what_cannot_be_divided_or_planned_is_refused_in_one_line(
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", list(TABLE)[::7])
-def test_the_table_of_families_is_true(
-    family: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
-    families: Any = importlib.import_module("families")
+def test_the_table_of_families_is_true(family: str, pool: Pool, tmp_path: Path) -> None:
     model = tmp_path / "model"
     save_tiny(family, model, vocab_size=families.VOCABULARY)
-    parity = Parity(pool, tmp_path, families.STEPS, [])
-    found = {"logits": families.compared(model, pool)}
-    found |= {name: families.trained(way, model, parity, pool) for name, way in families.WAYS.items()}
+    found = {"logits": families.compared(model, pool), **families.ways_of(family, tuple(families.WAYS), pool)}
     assert found == {name: TABLE[family][name] for name in found}

@@ -132,6 +132,14 @@ def test_every_kind_of_module_is_planned(name: str, device: dict[str, Any]) -> N
         assert ledger.activations > 0 and (ledger.master_weights > 0) == (precision != "fp32")
 
 
+def test_sharded_layers_are_planned_compiled() -> None:
+    """The compiler takes derivatives as a loss may not where weights are sharded."""
+    asked = recipe("batch_norm", cluster={"preset": "2xH100-80GB"})
+    settings = {"precision": "bf16", "zero_stage": 2, "micro_batch_size": 2, "compile": "block"}
+    planned = dry_run(asked, blueprint_of(asked), strategy_from(settings), cluster_of(asked.cluster))
+    assert planned.peak.ledger.activations > 0
+
+
 @pytest.mark.parametrize(
     ("name", "precision"), [("batch_norm", "bf16"), ("vit", "fp16"), ("diffusion", "bf16")]
 )

@@ -220,7 +220,10 @@ class HuggingFaceModel(Blueprint):
         owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
         last = max((i for i, module in enumerate(owners) if module in inside), default=len(owners))
         before, after = owners[: last + 1], owners[last + 1 :]
-        return [] if _parameters(before) & _parameters(after) else after
+        nested = {
+            inner for module in after for inner in module.modules() if inner is not module
+        }  # an adapter's
+        return [] if _parameters(before) & _parameters(after) else [m for m in after if m not in nested]
 
     def output(self, model: nn.Module) -> nn.Linear | None:
         layer = cast("Any", model).get_output_embeddings()

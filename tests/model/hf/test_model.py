@@ -18,6 +18,8 @@ from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch
 from shardwise.model.files import safetensors_reader as weights
 from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
 
 transformers = pytest.importorskip("transformers")
@@ -189,6 +191,17 @@ def test_the_head_is_what_follows_the_blocks(saved: Any) -> None:
         with torch.device("meta"):
             model = blueprint.build()
         assert blueprint.head(model) == ([] if tied else [model.model.norm, model.lm_head])
+
+
+def test_the_head_of_an_adapted_output_layer(saved: Any) -> None:
+    """The adapter's layers belong to the output layer: FSDP2 makes a group of modules of which none is in another."""
+    folder = str(saved(transformers.LlamaConfig(**SMALL)))
+    values = {"model": {"hf": folder}, "steps": 1, "batch_size": 1, "data": {"sequence_length": 8}}
+    blueprint = blueprint_of(recipe_of({**values, "adapter": {"rank": 2, "targets": ["lm_head"]}}))
+    with torch.device("meta"):
+        model: Any = blueprint.build()
+    assert blueprint.head(model) == [model.model.norm, model.lm_head]
+    assert len(list(model.lm_head.modules())) > 1
 
 
 def test_no_dropout_and_no_pad_token(saved: Any) -> None:
