@@ -75,7 +75,9 @@ def _spec_in(module: str, folders: list[str] | None) -> ModuleSpec | None:
     try:
         specs = (finder.find_spec(module, folders) for finder in sys.meta_path)
         return next((spec for spec in specs if spec is not None), None)
-    except KeyError:  # a folder without __init__.py, whose path follows that of its package once that is imported
+    except (
+        KeyError
+    ):  # a folder without __init__.py, whose path follows that of its package once that is imported
         spec = ModuleSpec(module, None, is_package=True)
         inner = (Path(folder, module.rpartition(".")[2]) for folder in folders or ())
         spec.submodule_search_locations = [str(path) for path in inner if path.is_dir()]

@@ -20,7 +20,7 @@ from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor, without_one_time_costs
 from shardwise.planner.space import Space
 from shardwise.planner.strategy_search import StrategySearch, blocks_and_loss
-from shardwise.technique import SETTINGS, STATES, within
+from shardwise.technique import STATES, within
 
 _LAST_RESORT_SAVES = 0.1
 """What a value of the last resort saves at least where others fit: the speeds of hosts differ most between machines."""
@@ -33,8 +33,11 @@ def choose_strategy(predictor: Predictor) -> Prediction:
     for last_resort in (False,) if predictor.cluster.device.traits.is_host else (False, True):
         search = StrategySearch(predictor, Space(predictor.recipe, predictor.cluster, last_resort))
         for full in search.confirmed():
-            if full.retries == 0:
-                return full if last_resort else _or_last_resort(search, full)
+            # What is faster than the first that is tight is faster than all that the search would look at next.
+            known = last_resort or (tight is not None and full.retries > 0)
+            chosen = full if known else _or_last_resort(search, full)
+            if chosen.retries == 0:
+                return chosen
             tight = tight or full
         if tight is not None:
             return tight
@@ -48,12 +51,16 @@ def choose_strategy(predictor: Predictor) -> Prediction:
 
 
 def _or_last_resort(search: StrategySearch, full: Prediction) -> Prediction:
-    """A strategy of the plainest mesh with states of the last resort, if it is faster by far; else ``full``."""
+    """A strategy of the plainest mesh with states of the last resort, if it is faster by far; else ``full``.
+
+    Where ``full`` is tight, it need only be faster: nobody has measured what emptying the cache takes.
+    """
     predictor = search.predictor
     if predictor.cluster.device.traits.is_host or predictor.by_memory or predictor.composer is None:
         return full
     plain = predictor.estimate(without_one_time_costs(full.strategy))
-    limit = (1 - _LAST_RESORT_SAVES) * plain.seconds
+    share = 1 - _LAST_RESORT_SAVES if full.retries == 0 else 1.0
+    limit = share * plain.seconds
     if not (parts := search.faster_without_states(limit)):
         return full
     space = Space(predictor.recipe, predictor.cluster, last_resort=True)
@@ -62,13 +69,12 @@ def _or_last_resort(search: StrategySearch, full: Prediction) -> Prediction:
         """Whether its states are those of ``full``, but for values of the last resort."""
         alike = within(space.moved(full.strategy, space.origin_of(strategy)), STATES)
         changed = alike.differences(within(strategy, STATES))
-        resorts = {setting.key: setting.last_resort for setting in SETTINGS}
         return blocks_and_loss(strategy) in parts and all(
-            value in resorts[key] for key, (_, value) in changed.items()
+            value in space.last_resorts(strategy)[key] for key, (_, value) in changed.items()
         )
 
     faster = full
     with suppress(RecipeError):  # the model refuses: ``full`` fits all the same
         confirmed = StrategySearch(predictor, space, limit, is_near).confirmed()
         faster = next((other for other in confirmed if other.retries == 0), full)
-    return faster if faster.step.seconds < (1 - _LAST_RESORT_SAVES) * full.step.seconds else full
+    return faster if faster.step.seconds < share * full.step.seconds else full

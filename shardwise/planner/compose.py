@@ -366,6 +366,11 @@ def _highest(terms: Sequence[_Term], count: int, share: Share) -> tuple[Bytes, s
     best, rows, moment = -1.0, np.zeros(len(LEDGER_ROWS), dtype=np.int64), ""
     for role in (REST, 0, *([2] if count > 1 else []), *([1] if count > 2 else [])):
         names, levels = _levels(terms, role)
+        if role != REST and share.activations > share.work:
+            # Of a rank's micro-batches in flight all but the current one are kept whole at every moment.
+            activations = levels[:, ACTIVATIONS_ROW]
+            whole, current = activations.max(), share.work / share.activations
+            levels[:, ACTIVATIONS_ROW] = current * activations + (1 - current) * whole
         totals = levels @ weights
         top = int(totals.argmax())
         if totals[top] > best:

@@ -24,7 +24,7 @@ from shardwise.technique.base import Dividing
 
 _BOUND_MARGIN = 0.97
 _MAX_RANKS = 8
-"""Ranks of a probe at most: every dimension of its blocks is a multiple of it, so shards are even."""
+"""Ranks of the larger probe: every dimension of its blocks is a multiple of it, so shards are even."""
 # Only bytes per parameter are read from its dry run, so its size does not matter.
 _PROBE: dict[str, Any] = {
     "model": {"layers": 2, "width": 512, "heads": 4, "ffn": 1024, "vocab": 256},
@@ -53,14 +53,14 @@ def least_state_bytes(
 
 
 def _on_ranks(counted: Callable[[int], float], ranks: int, copies: int) -> float:
-    """Bytes of a rank per parameter, from probes on at most _MAX_RANKS ranks: a part is replicated, a part is sharded.
+    """Bytes of a rank per parameter, from probes on 1 and _MAX_RANKS ranks: a part is replicated, a part is sharded.
 
     Args:
         counted: the bytes of a rank where so many ranks share one copy of the states.
         copies: of the states, on the ``ranks``.
     """
     shards = ranks // copies
-    if shards <= _MAX_RANKS:
+    if shards in (1, _MAX_RANKS):
         return counted(shards)
     one, few = counted(1), counted(_MAX_RANKS)
     # Bytes of a rank are replicated + sharded / ranks: solved for both from two probes.

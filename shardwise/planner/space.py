@@ -32,6 +32,7 @@ from shardwise.technique import (
     strategy_from,
     within,
 )
+from shardwise.technique.rules import Case
 
 Mesh = tuple[int, ...]
 """Degrees of the axes that do not divide the data."""
@@ -68,6 +69,11 @@ class Space:
             **{s.key: s.default for s in (*self._free(of_parts=True), MICRO_BATCH_SIZE)}
         )
 
+    def last_resorts(self, strategy: Strategy) -> Mapping[str, Sequence[object]]:
+        """Values of the last resort of every setting, where the strategy has the values of the others."""
+        case = self._case(strategy)
+        return {s.key: technique.last_resort(s, case) for technique in ORDER for s in technique.settings}
+
     def mesh_of(self, strategy: Strategy) -> Mesh:
         layout = layout_of(strategy, self.cluster.world_size)
         return tuple(layout.degree(axis.name) for axis in AXES if axis.divides_model)
@@ -97,14 +103,17 @@ class Space:
         yield from strategies
 
     def _choices(self, technique: Technique, setting: Setting[Any], strategy: Strategy) -> Iterator[Strategy]:
-        case = case_of(strategy, self.cluster.world_size, self.recipe, self.cluster.devices_per_node)
+        case = self._case(strategy)
         values = list(technique.candidates(setting, case)) or [strategy[setting]]
         if self.last_resort:
-            values += setting.last_resort
+            values += technique.last_resort(setting, case)
         chosen = [strategy.with_values(**{setting.key: value}) for value in dict.fromkeys(values)]
         allowed = [one for one in chosen if self._can_be(setting, one)]
         # Where a rule of another technique forbids all candidates, the setting stays as it is.
         yield from allowed or filter(partial(self._can_be, setting), [strategy])
+
+    def _case(self, strategy: Strategy) -> Case:
+        return case_of(strategy, self.cluster.world_size, self.recipe, self.cluster.devices_per_node)
 
     def _can_be(self, setting: Setting[Any], strategy: Strategy) -> bool:
         known = native(strategy, self.cluster.device, self.recipe.strategy)

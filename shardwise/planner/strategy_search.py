@@ -100,7 +100,7 @@ class StrategySearch:
                 fits = self.predictor.fits(exact)
                 if not fits or exact.retries:
                     self.fragmentation.learn(full)
-                if fits and exact.seconds <= most_seconds:
+                if fits and (exact.retries or exact.seconds <= most_seconds):
                     yield self._or_doubtful(full)
                 if not fits or exact.retries:
                     break  # without what costs seconds once, a strategy keeps no less

@@ -78,6 +78,10 @@ class Technique(ABC):
         """What the planner may choose for a setting, where those before it are chosen; nothing for the default."""
         return setting.candidates
 
+    def last_resort(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """What it may also choose where nothing else fits, or where it may save much."""
+        return setting.last_resort
+
     def has_effect(self, setting: Setting[Any], case: Case) -> bool:
         """Whether another value of a setting could change this run; a plan does not speak of others."""
         return True

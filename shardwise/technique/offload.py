@@ -39,6 +39,11 @@ def parts(strategy: Strategy) -> frozenset[str]:
     return frozenset(strategy[OFFLOAD].partition(":")[0].split("+")) - {"none"}
 
 
+def weights_on_host(strategy: Strategy) -> bool:
+    """Whether the stored weights, and the gradients that are reduced, live in host memory."""
+    return "parameters" in parts(strategy)
+
+
 def of_part(strategy: Strategy, part: str | None) -> str:
     """The value that says the same of one part of the step, and nothing of the others."""
     words, colon, path = strategy[OFFLOAD].partition(":")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.core.units import format_percent
 from shardwise.technique.base import STATES, Wrapping
-from shardwise.technique.offload import folder, parts
+from shardwise.technique.offload import folder, parts, weights_on_host
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site, StateOffload
 
@@ -35,7 +35,7 @@ OFFLOAD_FRACTION: Setting[float] = Setting(
 
 def _nothing_to_divide(case: Case) -> bool:
     moved = parts(case.strategy)
-    divided = "parameters" not in moved and bool(moved & {"optimizer", "nvme"})
+    divided = not weights_on_host(case.strategy) and bool(moved & {"optimizer", "nvme"})
     return case.strategy[OFFLOAD_FRACTION] < 1 and not divided
 
 
@@ -89,4 +89,4 @@ class StateOffloading(Wrapping):
             site.options.state_offload = StateOffload(fraction, folder(site.strategy))
             if fraction < 1:
                 site.hints.repeats(0)  # the parameters that make up the share depend on their number
-        site.options.weights_on_host = "parameters" in moved
+        site.options.weights_on_host = weights_on_host(site.strategy)

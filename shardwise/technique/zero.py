@@ -46,6 +46,7 @@ from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.hardware.kinds import HOST
 from shardwise.technique.base import STATES, Dividing
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
+from shardwise.technique.offload import weights_on_host
 from shardwise.technique.precision import casts_weights
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import ModelView, Site
@@ -66,7 +67,7 @@ ZERO_STAGE: Setting[int] = Setting(
     kind=int,
     choices=(0, 1, 2, 3),
     candidates=(0, 1, 2, 3),
-    last_resort=(2, 3),  # of one rank: with offloaded parameters, its gradients leave the device, too
+    last_resort=(2, 3),
     ordered=False,  # stages above 0 divide the optimizer's work
 )
 
@@ -127,6 +128,17 @@ class ZeRO(Dividing):
             copies = sharing * same_tokens // case.devices_per_node
             return (1, copies) if 1 < copies < case.data_ranks and case.data_ranks % copies == 0 else (1,)
         return ()
+
+    def last_resort(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """With offloaded parameters stages 2 and 3: gradients leave the device at once, in 3 also copies of weights.
+
+        Without that one rank has stages 1 and 0, which are as good as 2 and 3 in time and in memory.
+        """
+        if setting is not ZERO_STAGE:
+            return setting.last_resort
+        alone = case.data_ranks * case.ranks(lambda axis: axis.tokens) == 1
+        later = setting.last_resort if weights_on_host(case.strategy) else ()
+        return (*self.candidates(setting, case), *later) if alone else later
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         """Both axes of the data, which take all devices that are left. Stage 0 is a shard degree of 1.

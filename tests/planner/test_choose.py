@@ -130,6 +130,14 @@ def test_one_card_has_stages_only_where_weights_are_cast(precision: str, stages:
     assert list(dict.fromkeys(each.values["zero_stage"] for each in found)) == stages
 
 
+def test_one_card_has_later_stages_only_of_offloaded_parameters() -> None:
+    asked = recipe("1xRTX4090-24GB", strategy={"precision": "bf16"})
+    stages: dict[bool, set[object]] = {True: set(), False: set()}
+    for strategy in every(space(asked, last_resort=True)):
+        stages["parameters" in strategy.values["offload"]].add(strategy.values["zero_stage"])
+    assert stages == {True: {0, 1, 2, 3}, False: {0, 1}}
+
+
 def in_device_memory(predictor: Predictor) -> Prediction:
     """The best strategy without values of the last resort that fits, and is not tight."""
     search = StrategySearch(predictor, space(predictor.recipe))
@@ -149,10 +157,8 @@ def test_offloading_is_the_last_resort() -> None:
     assert len({each.values["offload"] for each in every(space(asked, last_resort=True))}) > 3
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("memory_mib", "offload"), [(2700, "optimizer"), (3500, "none")])
-def test_states_are_offloaded_where_that_saves_much(memory_mib: float, offload: str) -> None:
-    """Without offloading 2,700 MiB suffice if all blocks are recomputed, for 26 % more time."""
+def narrow(memory_mib: float) -> Predictor:
+    """Of a card on which 2,700 MiB suffice without offloading if all blocks are recomputed, for 26 % more time."""
     pinned = {"precision": "bf16", "compile": "none", "loss": "logits", "master_weights": True}
     asked = recipe(
         "1xRTX4090-24GB",
@@ -162,11 +168,31 @@ def test_states_are_offloaded_where_that_saves_much(memory_mib: float, offload: 
         data={"sequence_length": 1024},
         strategy=pinned,
     )
-    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("memory_mib", "offload"), [(2700, "optimizer+parameters"), (3500, "none")])
+def test_states_are_offloaded_where_that_saves_much(memory_mib: float, offload: str) -> None:
+    predictor = narrow(memory_mib)
     chosen = choose_strategy(predictor)
     assert chosen.strategy.values["offload"] == offload and fits(predictor, chosen)
     plain = in_device_memory(predictor)
     assert (chosen.step.seconds < 0.9 * plain.step.seconds) == (offload != "none")
+
+
+@pytest.mark.long
+def test_offloading_is_tried_after_the_first_tight_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is faster than that one is faster than all that the search would look at next."""
+
+    def retries(prediction: Prediction) -> int:
+        return int(prediction.strategy.values["offload"] == "none")
+
+    monkeypatch.setattr(Prediction, "retries", property(retries))
+    predictor = narrow(2700)
+    assert choose_strategy(predictor).strategy.values["offload"] == "optimizer+parameters"
+    tight = [full.retries > 0 for strategy, full in predictor._predictions.items() if fits(predictor, full)]
+    assert tight[-1] is False and all(tight[:-1]) and len(tight) <= 3
 
 
 def test_plainer_compares_ordered_settings_alone() -> None:
