@@ -8,6 +8,7 @@ fits.
 
 Values of the last resort, such as offloading, are tried where nothing fits without them, or where they may save much:
 with the states in host memory blocks may keep what they recompute otherwise. Then the plainest mesh alone is searched.
+They are also tried as soon as the best strategy is tight, and taken where they are faster than that one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def choose_strategy(predictor: Predictor) -> Prediction:
     for last_resort in (False,) if predictor.cluster.device.traits.is_host else (False, True):
         search = StrategySearch(predictor, Space(predictor.recipe, predictor.cluster, last_resort))
         for full in search.confirmed():
-            # What is faster than the first that is tight is faster than all that the search would look at next.
+            # A strategy faster than the first tight one is faster than all that the search would look at next.
             known = last_resort or (tight is not None and full.retries > 0)
             chosen = full if known else _or_last_resort(search, full)
             if chosen.retries == 0:
@@ -53,7 +54,7 @@ def choose_strategy(predictor: Predictor) -> Prediction:
 def _or_last_resort(search: StrategySearch, full: Prediction) -> Prediction:
     """A strategy of the plainest mesh with states of the last resort, if it is faster by far; else ``full``.
 
-    Where ``full`` is tight, it need only be faster: nobody has measured what emptying the cache takes.
+    Where ``full`` is tight, it need only be faster: the time to empty the cache is not in the prediction.
     """
     predictor = search.predictor
     if predictor.cluster.device.traits.is_host or predictor.by_memory or predictor.composer is None:

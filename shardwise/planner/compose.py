@@ -9,8 +9,6 @@ counted, and the origin with each part alone; the strategy is the origin plus th
 It is taken for each kind of micro-batch, for the calls and for the highest moment of every block in every phase
 (planner/counts.py). A search over 4 stages of ZeRO x 3 kinds of recomputation x 2 losses makes 9 dry runs for each
 point instead of 24. A full dry run of the chosen strategy decides (planner/search.py): a composed figure only proposes.
-
-``alone`` takes the same figures from dry runs of the strategy itself.
 """
 
 from __future__ import annotations
@@ -162,7 +160,7 @@ class StepComposer:
         return self._figures(terms, strategy[MICRO_BATCH_SIZE], layout, micro_batches, share or Share())
 
     def alone(self, strategy: Strategy, layout: Layout, micro_batches: int) -> Composed:
-        """The figures of one strategy from its own dry runs. Raises NotComposable."""
+        """The same figures of one strategy from dry runs of itself. Raises NotComposable."""
         size = strategy[MICRO_BATCH_SIZE]
         counts = self._known(_single(strategy), _run_of(micro_batches), size, SHALLOW)
         return self._figures([_Term(1, counts, self.depth, size)], size, layout, micro_batches, Share())
@@ -366,11 +364,9 @@ def _highest(terms: Sequence[_Term], count: int, share: Share) -> tuple[Bytes, s
     best, rows, moment = -1.0, np.zeros(len(LEDGER_ROWS), dtype=np.int64), ""
     for role in (REST, 0, *([2] if count > 1 else []), *([1] if count > 2 else [])):
         names, levels = _levels(terms, role)
-        if role != REST and share.activations > share.work:
-            # Of a rank's micro-batches in flight all but the current one are kept whole at every moment.
-            activations = levels[:, ACTIVATIONS_ROW]
-            whole, current = activations.max(), share.work / share.activations
-            levels[:, ACTIVATIONS_ROW] = current * activations + (1 - current) * whole
+        if role != REST:  # of the micro-batches in flight all but the current one are whole at every moment
+            activations, others = levels[:, ACTIVATIONS_ROW], max(0.0, 1 - share.work / share.activations)
+            levels[:, ACTIVATIONS_ROW] = (1 - others) * activations + others * activations.max()
         totals = levels @ weights
         top = int(totals.argmax())
         if totals[top] > best:

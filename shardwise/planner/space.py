@@ -32,7 +32,6 @@ from shardwise.technique import (
     strategy_from,
     within,
 )
-from shardwise.technique.rules import Case
 
 Mesh = tuple[int, ...]
 """Degrees of the axes that do not divide the data."""
@@ -71,7 +70,7 @@ class Space:
 
     def last_resorts(self, strategy: Strategy) -> Mapping[str, Sequence[object]]:
         """Values of the last resort of every setting, where the strategy has the values of the others."""
-        case = self._case(strategy)
+        case = case_of(strategy, self.cluster.world_size, self.recipe, self.cluster.devices_per_node)
         return {s.key: technique.last_resort(s, case) for technique in ORDER for s in technique.settings}
 
     def mesh_of(self, strategy: Strategy) -> Mesh:
@@ -103,7 +102,7 @@ class Space:
         yield from strategies
 
     def _choices(self, technique: Technique, setting: Setting[Any], strategy: Strategy) -> Iterator[Strategy]:
-        case = self._case(strategy)
+        case = case_of(strategy, self.cluster.world_size, self.recipe, self.cluster.devices_per_node)
         values = list(technique.candidates(setting, case)) or [strategy[setting]]
         if self.last_resort:
             values += technique.last_resort(setting, case)
@@ -111,9 +110,6 @@ class Space:
         allowed = [one for one in chosen if self._can_be(setting, one)]
         # Where a rule of another technique forbids all candidates, the setting stays as it is.
         yield from allowed or filter(partial(self._can_be, setting), [strategy])
-
-    def _case(self, strategy: Strategy) -> Case:
-        return case_of(strategy, self.cluster.world_size, self.recipe, self.cluster.devices_per_node)
 
     def _can_be(self, setting: Setting[Any], strategy: Strategy) -> bool:
         known = native(strategy, self.cluster.device, self.recipe.strategy)

@@ -183,7 +183,7 @@ def test_states_are_offloaded_where_that_saves_much(memory_mib: float, offload: 
 
 @pytest.mark.long
 def test_offloading_is_tried_after_the_first_tight_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is faster than that one is faster than all that the search would look at next."""
+    """A strategy faster than that one is faster than all that the search would look at next."""
 
     def retries(prediction: Prediction) -> int:
         return int(prediction.strategy.values["offload"] == "none")
