@@ -11,7 +11,7 @@ TORCH ?= 2.15.0
 PART ?= machine ladder profile techniques clock parity memory
 MINUTES ?= 9
 
-.PHONY: quickstart test test-unit test-plan test-core test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu gpu-page benchmark-peers clean
+.PHONY: quickstart test test-unit test-plan test-core test-torch test-long test-all torture rows check lint types docs site wheel benchmark benchmark-gpu gpu-page benchmark-peers clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -36,6 +36,9 @@ test-torch:  ## the tiers unit, plan and ranks on another release, such as TORCH
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable ".[dev]"
 	PATH="$(CURDIR)/.venv-torch-$(TORCH)/bin:$$PATH" .venv-torch-$(TORCH)/bin/python -m pytest tests -m "unit or plan or ranks"
+
+test-long: $(READY)  ## what the other tiers leave out, with three steps of each: 2.5 hours on 2 cores
+	$(BIN)/python -m pytest -m long
 
 test-all: $(READY)  ## all tests: also most pairs of settings, 20 steps of each, and all families
 	$(BIN)/python -m pytest -m "" --parity-steps 20

@@ -347,10 +347,10 @@ class StrategySearch:
                     return
 
     def _sizes(self, strategy: Strategy, filled: int = _FULL_PIPELINE) -> Sequence[int]:
-        """Micro-batch sizes, largest first; of pipeline stages among other meshes, with ``filled`` for each."""
+        """Micro-batch sizes, largest first; of stages among other meshes, with ``filled`` for each; by memory, two."""
         sizes, stages = self.predictor.micro_batch_sizes(strategy), stages_of(strategy)
         if self.predictor.by_memory:
-            return sizes[-1:]
+            return list(dict.fromkeys((sizes[-1], sizes[0])))  # a single pass accumulates no gradients
         if stages == 1 or len(self.meshes) == 1:
             return sizes
         trials = (strategy.with_values(micro_batch_size=size) for size in sizes)
@@ -363,8 +363,9 @@ class StrategySearch:
         return self.predictor.may_fit(strategy.with_values(micro_batch_size=size))
 
     def _largest(self, strategy: Strategy, above: int, alone: bool) -> Estimate | None:
-        """The estimate with the largest micro-batch that may fit, of those ``above``."""
+        """The estimate with the largest micro-batch that may fit, of those ``above``; by memory, the least."""
         sizes = self._sizes(strategy)
+        best: Estimate | None = None
         if sizes[0] <= above or not self._smallest_may_fit(strategy):
             return None
         for size in sizes:
@@ -374,9 +375,11 @@ class StrategySearch:
             estimate = self.predictor.estimate(trial, alone=alone)
             if self.reference is None and estimate.computing:
                 self.reference = estimate.computing, self._sequences(trial)
-            if self.fragmentation.allows(estimate):
-                return estimate
-        return None
+            if self.fragmentation.allows(estimate) and (best is None or estimate.bytes < best.bytes):
+                best = estimate
+                if not self.predictor.by_memory:
+                    break
+        return best
 
     def _waiting_least(self, estimate: Estimate) -> Estimate:
         """The same strategy with a smaller micro-batch, while predictions get faster."""
