@@ -194,7 +194,7 @@ def test_the_head_is_what_follows_the_blocks(saved: Any) -> None:
 
 
 def test_the_head_of_an_adapted_output_layer(saved: Any) -> None:
-    """The adapter's layers belong to the output layer: FSDP2 makes a group of modules of which none is in another."""
+    """The head lists the output layer, but not the adapter's layers in it, because FSDP2 groups root modules only."""
     folder = str(saved(transformers.LlamaConfig(**SMALL)))
     values = {"model": {"hf": folder}, "steps": 1, "batch_size": 1, "data": {"sequence_length": 8}}
     blueprint = blueprint_of(recipe_of({**values, "adapter": {"rank": 2, "targets": ["lm_head"]}}))
