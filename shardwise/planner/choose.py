@@ -35,8 +35,8 @@ def choose_strategy(predictor: Predictor) -> Prediction:
         search = StrategySearch(predictor, Space(predictor.recipe, predictor.cluster, last_resort))
         for full in search.confirmed():
             # A strategy faster than the first tight one is faster than all that the search would look at next.
-            known = last_resort or (tight is not None and full.retries > 0)
-            chosen = full if known else _or_last_resort(search, full)
+            offload_tried = last_resort or (tight is not None and full.retries > 0)
+            chosen = full if offload_tried else _or_last_resort(search, full)
             if chosen.retries == 0:
                 return chosen
             tight = tight or full
@@ -70,8 +70,9 @@ def _or_last_resort(search: StrategySearch, full: Prediction) -> Prediction:
         """Whether its states are those of ``full``, but for values of the last resort."""
         alike = within(space.moved(full.strategy, space.origin_of(strategy)), STATES)
         changed = alike.differences(within(strategy, STATES))
+        resorts = space.last_resorts(strategy)
         return blocks_and_loss(strategy) in parts and all(
-            value in space.last_resorts(strategy)[key] for key, (_, value) in changed.items()
+            value in resorts[key] for key, (_, value) in changed.items()
         )
 
     faster = full

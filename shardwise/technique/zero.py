@@ -92,6 +92,11 @@ def _nearest_replicate(case: Case) -> Mapping[str, object]:
     return {"replicate": _divisor_at_most(case.data_ranks, case.strategy[REPLICATE])}
 
 
+def _sharing_ranks(case: Case) -> int:
+    """Ranks that have the same part of the model, and may share its states."""
+    return case.data_ranks * case.ranks(lambda axis: axis.tokens)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         key="replicate",
@@ -118,7 +123,7 @@ class ZeRO(Dividing):
         One rank has nothing to shard. Where weights are cast (mixed precision), its stage 1 is the faster of the two
         stages that differ, and the first candidate.
         """
-        sharing = case.data_ranks * case.ranks(lambda axis: axis.tokens)
+        sharing = _sharing_ranks(case)
         if setting is ZERO_STAGE:
             alone = (1, 0) if casts_weights(case.strategy) else (0,)
             return setting.candidates if sharing > 1 else alone
@@ -130,15 +135,15 @@ class ZeRO(Dividing):
         return ()
 
     def last_resort(self, setting: Setting[Any], case: Case) -> Sequence[object]:
-        """With offloaded parameters stages 2 and 3: gradients leave the device at once, in 3 also copies of weights.
+        """Stages 2 and 3 only with offloaded parameters. One rank may also take any of its candidates.
 
-        Without that one rank has stages 1 and 0, which are as good as 2 and 3 in time and in memory.
+        With offloaded parameters, stage 2 frees gradients on the device after each layer, and stage 3 also frees the
+        gathered weights. Otherwise, on one rank, stage 2 is no better than 1, and stage 3 no better than 0.
         """
         if setting is not ZERO_STAGE:
             return setting.last_resort
-        alone = case.data_ranks * case.ranks(lambda axis: axis.tokens) == 1
         later = setting.last_resort if weights_on_host(case.strategy) else ()
-        return (*self.candidates(setting, case), *later) if alone else later
+        return later if _sharing_ranks(case) > 1 else (*self.candidates(setting, case), *later)
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         """Both axes of the data, which take all devices that are left. Stage 0 is a shard degree of 1.

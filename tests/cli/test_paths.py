@@ -26,6 +26,9 @@ evaluation: {{sequences: 4}}
 {more}
 """
 
+ROUNDED = ("--scheme", "w8a16", "--method", "rtn", "--sequences", "1")
+"""Options of a quantization that takes layers of any width."""
+
 
 def test_every_path_of_a_command_is_read_by_one_function() -> None:
     """Names that may be ids (MODEL, DATA), NAME=DIR and OUT of launch are read by it in the command."""
@@ -63,17 +66,7 @@ def used(shell: Shell, run_folder: Path, out: Path, where: Path) -> list[Done]:
         ("chat", folder, "--tokens", "2"),
         ("eval", folder, str(run_folder.parent / "text.txt"), "--sequences", "1", "--sequence-length", "16"),
         ("export", folder, str(out / "exported")),
-        (
-            "quantize",
-            folder,
-            str(out / "quantized"),
-            "--scheme",
-            "w8a16",
-            "--method",
-            "rtn",
-            "--sequences",
-            "1",
-        ),
+        ("quantize", folder, str(out / "quantized"), *ROUNDED),
         ("plan", "--serve", folder),
         ("report", folder),
         ("train", recipe, "steps=3", "--out", folder),
@@ -155,19 +148,7 @@ def test_home_folders(project: Path, shell: Shell, tmp_path: Path) -> None:
     call("plan", "r.yaml", "--html=~/plan.html")
     call("report", "~/runs/one", "~/two", "--out", "~/compared.html")
     call("init", "~/m", "~/chats/a.jsonl", "--out", "~/init.yaml", "--device", "cpu")
-    call(
-        "quantize",
-        "~/m",
-        "~/q",
-        "--scheme",
-        "w8a16",
-        "--method",
-        "rtn",
-        "--sequences",
-        "1",
-        "--calibrate",
-        "~/chats/a.jsonl",
-    )
+    call("quantize", "~/m", "~/q", *ROUNDED, "--calibrate", "~/chats/a.jsonl")
     call("train", "r.yaml", "strategy.offload=nvme:~/runs", "steps=1", "--out", "~/three")
     assert not (tmp_path / "~").exists()
     assert {"runs", "exported", "two", "three", "plan.html", "compared.html", "init.yaml", "q"} <= {

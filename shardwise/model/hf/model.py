@@ -220,9 +220,8 @@ class HuggingFaceModel(Blueprint):
         owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
         last = max((i for i, module in enumerate(owners) if module in inside), default=len(owners))
         before, after = owners[: last + 1], owners[last + 1 :]
-        nested = {
-            inner for module in after for inner in module.modules() if inner is not module
-        }  # an adapter's
+        # FSDP2 groups root modules only; an adapter's layers are in the output layer.
+        nested = {inner for module in after for inner in module.modules() if inner is not module}
         return [] if _parameters(before) & _parameters(after) else [m for m in after if m not in nested]
 
     def output(self, model: nn.Module) -> nn.Linear | None:
