@@ -15,10 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.optim.norm import local
+from shardwise.runtime.offload.host import has_separate_host_memory, in_host_memory
 from shardwise.runtime.torch_private import distributed_tensor
 
-CHUNK = 2**22
-"""Largest number of elements in a chunk: 16 MiB for each tensor in fp32."""
+CHUNK = 2**24
+"""Elements that are copied to the CPU at once, or that an accelerator widens at once: 64 MiB in fp32.
+
+With a quarter of it, launches of an accelerator take longer than their kernels.
+"""
+
+HOST_CHUNK = 2**22
+"""Elements that the CPU widens at once: 16 MiB in fp32, which glibc keeps. It maps 32 MiB anew at each use."""
 
 STEP = "step"
 """Name of the update counter in a state: a scalar, always in memory. A rule that has one counts it up."""
@@ -53,9 +60,21 @@ def as_rows(tensor: Tensor) -> Tensor:
     return piece.view(piece.shape[0] if piece.ndim else 1, piece.shape[1:].numel())
 
 
-def row_slices(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of whole rows with at most CHUNK values, at least one row each."""
-    height = max(1, CHUNK // max(1, columns))
+def copied_rows(view: Tensor) -> Iterator[slice]:
+    """Rows of a view [rows, rest] that are copied to the CPU at once."""
+    return _row_slices(view, CHUNK)
+
+
+def widened_rows(view: Tensor) -> Iterator[slice]:
+    """Rows of a view [rows, rest] that a rule widens at once."""
+    on_host = in_host_memory() or not has_separate_host_memory(view.device)
+    return _row_slices(view, HOST_CHUNK if on_host else CHUNK)
+
+
+def _row_slices(view: Tensor, elements: int) -> Iterator[slice]:
+    """Slices of whole rows with at most ``elements`` values, at least one row each."""
+    rows, columns = view.shape
+    height = max(1, elements // max(1, columns))
     for start in range(0, rows, height):
         yield slice(start, min(start + height, rows))
 

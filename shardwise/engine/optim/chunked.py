@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, row_slices
+from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, widened_rows
 from shardwise.engine.optim.moment_storage import Moments
 from shardwise.engine.optim.optimizer import Rate, UpdateRule
 from shardwise.engine.optim.rounding import Keys, position_keys, random_bits, to_bf16
@@ -43,7 +43,7 @@ class ChunkedRule:
             grads = chunk.grad.view_as(weights)
             moments = {name: as_rows(moment) for name, moment in chunk.state.items() if name != STEP}
             keys = self._position_keys(chunk, weights) if weights.dtype == torch.bfloat16 else None
-            for rows in row_slices(*weights.shape):
+            for rows in widened_rows(weights):
                 state = {STEP: step, **{name: moment[rows] for name, moment in moments.items()}}
                 first, stored = chunk.first + rows.start, weights[rows]
                 read = self._updated(Chunk(chunk.parameter, first, stored, grads[rows], state), rate, skip)

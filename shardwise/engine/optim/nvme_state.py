@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.chunk import STEP, as_rows, distributed_as, row_slices, stand_in
+from shardwise.engine.optim.chunk import STEP, as_rows, copied_rows, distributed_as, stand_in
 from shardwise.engine.optim.host_staging import SLOTS, carve
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.optimizer import UpdateRule
@@ -59,7 +59,7 @@ class StateFile:
                 regions[name] = region = _region(end, tensor, parameter)
                 end += -(-region.bytes // disk.ALIGNMENT) * disk.ALIGNMENT
             self._regions[parameter] = regions
-            spans = row_slices(*as_rows(parameter).shape)
+            spans = copied_rows(as_rows(parameter))
             largest = max([largest, *(_room(regions, span) for span in spans)])
         # Written at once, because a page takes memory only after its first write, and any slot may get the largest
         # chunk.

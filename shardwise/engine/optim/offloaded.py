@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, row_slices, stand_in
+from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, copied_rows, stand_in
 from shardwise.engine.optim.host_staging import SLOTS, Staging
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.nvme_state import StateFile
@@ -95,7 +95,7 @@ class OffloadedOptimizer(Optimizer):
         for parameter in parameters:
             if (count := self.state[parameter].get(STEP)) is not None:
                 count += 1 - skip
-        order = [(p, rows) for p in parameters for rows in row_slices(*as_rows(p).shape)]
+        order = [(p, rows) for p in parameters for rows in copied_rows(as_rows(p))]
         coming = [self._fetch(self._turn, *pair) for pair in order[:1]]
         for after in range(1, len(order) + 1):
             piece, turn = coming.pop(), self._turn
@@ -153,4 +153,4 @@ def share_of(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Par
 def _largest_chunk_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of the largest chunk's weights."""
     views = [as_rows(parameter) for parameter in parameters]
-    return max((view[rows].nbytes for view in views for rows in row_slices(*view.shape)), default=0)
+    return max((view[rows].nbytes for view in views for rows in copied_rows(view)), default=0)
