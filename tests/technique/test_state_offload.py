@@ -96,9 +96,8 @@ FEW = few_of(ROWS, cost=lambda row: row["world_size"])
 
 def built(row: Row, folder: Path) -> Run:
     """A run of a row whose parameters are cut into many pieces."""
-    piece.CHUNK = piece.STAGED_CHUNK = (
-        800  # of this process alone: the embedding and the output are four pieces each
-    )
+    # Of this process alone: the embedding and the output are four pieces each.
+    piece.CHUNK = piece.HOST_CHUNK = 800
     return make_run(row["stage"], settings=settings_of(row, folder), **sections_of(row))
 
 
