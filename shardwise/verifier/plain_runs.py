@@ -40,7 +40,7 @@ START_FILE, END_FILE, GRADIENTS_FILE = "start.safetensors", "end.safetensors", "
 """Files of the plain run's trained parameters before and after its steps, and of the gradients of the first step."""
 _RUNS = "plain.json"
 _REPEATS, _REPEATS_OF_FEW_BITS, _GRADIENTS = 2, 5, 8
-"""Repeats; those of optimizers whose codes of few bits flip in some repeats only; and those of the first gradients."""
+"""Repeats; those where codes of few bits flip in some repeats only; and those of the first gradients."""
 
 
 def run_plain(
@@ -73,7 +73,9 @@ def run_plain(
         return _PlainRun(first, tuple(seen), start, run.weights())
 
     plain = trained(0, recipe.steps)
-    few_bits = recipe.optimizer.name == "adamw_8bit" or recipe.optimizer.factory is not None
+    digits = digits_of(strategy)
+    own_optimizer = recipe.optimizer.factory is not None
+    few_bits = recipe.optimizer.name == "adamw_8bit" or own_optimizer or digits.fp8_scaling is not None
     firsts, repeats = [], []
     gradients = dict[str, float]()
     # Adam moves all elements equally far at first. Where rounding decides the sign of a gradient, one of n moves the
@@ -97,7 +99,7 @@ def run_plain(
         tuple(repeats),
         gradients,
         parameters,
-        torch.finfo(COMPUTE_DTYPES[digits_of(strategy).compute]).eps / 2,
+        torch.finfo(COMPUTE_DTYPES[digits.compute]).eps / 2,
         plain.first.targets,
         plain.first.loss_scale,
     )
