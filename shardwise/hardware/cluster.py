@@ -28,6 +28,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
 from shardwise.core.units import GiB
 from shardwise.hardware.device import DeviceProfile, Latency
+from shardwise.hardware.kinds import HOST
 from shardwise.hardware.measured_gpu import with_measured
 from shardwise.hardware.profiles import OWN, PROFILES, read_own_profile
 from shardwise.hardware.this_machine import cpu_profile
@@ -211,7 +212,7 @@ def device_profile(name: str) -> DeviceProfile | None:
     word = re.sub(r"[\s_]+", "-", name.strip().lower())
     for maker in _MAKERS:
         word = word.removeprefix(f"{maker}-")
-    if word == "cpu":
+    if word == HOST.name:
         return None
     full = {known.lower(): known for known in PROFILES}
     if word not in full:

@@ -68,6 +68,13 @@ def kind_of(device: torch.device) -> DeviceKind:
     return DEVICE_KINDS[device.type]
 
 
+def before_ampere(device: torch.device) -> bool:
+    """Whether a device of this process is an NVIDIA GPU of a compute capability below 8.0."""
+    import torch
+
+    return kind_of(device) is _CUDA and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def accelerator_here() -> DeviceKind:
     """The kind of this machine's accelerators; the host's where there is none."""
     import torch

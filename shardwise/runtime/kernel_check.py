@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.cache_folder import default_root, key_of, store
+from shardwise.hardware.kinds import kind_of
 from shardwise.hardware.this_machine import cpu_model
 
 CHECKS_VERSION = 2
@@ -86,7 +87,7 @@ def newly_replaced() -> list[str]:
 
 def _measured_error(check: KernelCheck) -> float:
     def alone() -> float:
-        if check.device.type != "cpu":
+        if not kind_of(check.device).is_host:
             torch.get_device_module(check.device).set_device(check.device)
         return check.error()
 
@@ -110,7 +111,7 @@ def _key(check: KernelCheck) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    return cpu_model() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    return cpu_model() if kind_of(device).is_host else torch.get_device_module(device).get_device_name(device)
 
 
 @cache

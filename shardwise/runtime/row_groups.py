@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.hardware.kinds import before_ampere
 from shardwise.runtime.grouped_products import VECTOR_BYTES, grouped_product, has_grouped_products
 from shardwise.runtime.quantized import StackPacking
 from shardwise.runtime.routed_rows import rows_of, sums_of
@@ -95,9 +96,7 @@ def grouped_low_rank(rows: Tensor, a: Tensor, b: Tensor, scale: float, groups: R
 
 def _has_kernel(tensor: Tensor) -> bool:
     """Whether the kernel multiplies rows of this size and dtype on this device."""
-    if not has_grouped_products((tensor,)):
-        return False
-    return tensor.device.type != "cuda" or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    return has_grouped_products((tensor,)) and not before_ampere(tensor.device)
 
 
 class _PackedGroupedProduct(torch.autograd.Function):

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.profiler import profile
 
+from shardwise.hardware.kinds import HOST
 from shardwise.runtime.torch_private_profiler import profiled_events
 
 SnapshotEntry = dict[str, Any]
@@ -65,7 +66,7 @@ def allocations_of(profiled: profile) -> SnapshotEntry:
 def _changes(profiled: profile) -> Iterator[tuple[int, int, list[SnapshotEntry]]]:
     """Pointer, bytes (negative for a free) and stack of every allocation and free on the CPU."""
     for event in profiled_events(profiled):
-        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == HOST.torch_type:
             yield event.extra_fields.ptr, event.extra_fields.alloc_size, _frames(event)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind, kind_of
+from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind, before_ampere, kind_of
 from shardwise.runtime.torch_private_attention import (
     efficient_attention,
     efficient_attention_backward,
@@ -94,12 +94,7 @@ def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
     """
     if like.dtype not in (torch.float16, torch.bfloat16) or head_width > WIDEST_HEAD:
         return False
-    if _kind_override is not None:
-        return _kind_override == "cuda"
-    return kind_of(like.device) is DEVICE_KINDS["cuda"] and torch.cuda.get_device_capability(like.device) >= (
-        8,
-        0,
-    )
+    return _kernel_device(like) is DEVICE_KINDS["cuda"] and not before_ampere(like.device)
 
 
 class _OnCPU:
