@@ -73,16 +73,13 @@ def run_plain(
         return _PlainRun(first, tuple(seen), start, run.weights())
 
     plain = trained(0, recipe.steps)
-    digits = digits_of(strategy)
-    own_optimizer = recipe.optimizer.factory is not None
-    few_bits = recipe.optimizer.name == "adamw_8bit" or own_optimizer or digits.fp8_scaling is not None
     firsts, repeats = [], []
     gradients = dict[str, float]()
     # Adam moves all elements equally far at first. Where rounding decides the sign of a gradient, one of n moves the
     # other way, in few runs only. That is a misalignment of 2 / n, which the limit allows.
     parameters = {name: 2 / (FACTOR * tensor.numel()) for name, tensor in plain.end.items()}
     for number in range(1, 1 + _GRADIENTS):
-        whole = number <= (_REPEATS_OF_FEW_BITS if few_bits else _REPEATS)
+        whole = number <= _repeats(recipe, strategy)
         repeat = trained(number, recipe.steps if whole else 0, plain.first.loss_scale)
         firsts.append(repeat.first.step)
         _raise_noise(gradients, repeat.first.gradients, plain.first.gradients)
@@ -99,11 +96,18 @@ def run_plain(
         tuple(repeats),
         gradients,
         parameters,
-        torch.finfo(COMPUTE_DTYPES[digits.compute]).eps / 2,
+        torch.finfo(COMPUTE_DTYPES[digits_of(strategy).compute]).eps / 2,
         plain.first.targets,
         plain.first.loss_scale,
     )
     write_whole(folder / _RUNS, text_of(runs).encode())
+
+
+def _repeats(recipe: Recipe, strategy: Strategy) -> int:
+    """How many repeats train all steps."""
+    optimizer_rounds = recipe.optimizer.name == "adamw_8bit" or recipe.optimizer.factory is not None
+    in_fp8 = digits_of(strategy).fp8_scaling is not None
+    return _REPEATS_OF_FEW_BITS if optimizer_rounds or in_fp8 else _REPEATS
 
 
 @dataclass(frozen=True)
