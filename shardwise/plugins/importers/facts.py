@@ -142,6 +142,8 @@ def _optimizer_facts(draft: Draft) -> None:
             draft.put("optimizer.name", name, fact)
         else:
             draft.lose(fact, f"there is no {name} among {', '.join(own)}; adamw is used{_FACTORY}")
+    if draft.values.get("optimizer.name") == "sgd" and "optimizer.momentum" not in draft.values:
+        draft.put("optimizer.momentum", 0.0, fact)  # torch's
     if "beta1" in facts and "beta2" in facts and draft.values.get("optimizer.name") != "sgd":
         draft.put("optimizer.betas", [facts["beta1"], facts["beta2"]], "beta1", "beta2")
     if (norm := draft.number("clip_norm")) is not None:

@@ -54,12 +54,22 @@ def schedule(draft: Draft) -> None:
             if draft.facts.get(name):
                 draft.lose(name, "constant has no warmup there; constant_with_warmup has one")
         draft.put("schedule.warmup", 0, "no_warmup")
+    elif (
+        "usual_warmup" in draft.facts
+        and not draft.is_said("warmup_steps")
+        and "warmup_steps" not in draft.autos
+    ):
+        draft.put("schedule.warmup", draft.facts["usual_warmup"], "usual_warmup")
     elif warmup:
         draft.put("schedule.warmup", int(warmup) if warmup >= 1 else float(warmup), "warmup_steps")
     elif ratio is not None:
         draft.put("schedule.warmup", float(ratio), "warmup_ratio")
     elif warmup is not None:
         draft.put("schedule.warmup", 0, "warmup_steps")
+    if "usual_warmup" in draft.facts and not draft.facts.get("linear_warmup"):
+        draft.notes["schedule.warmup"] = (
+            "linear; of DeepSpeed by the logarithm of the step, without warmup_type: linear"
+        )
     rate = draft.number("optimizer.learning_rate")
     if draft.facts.get("enables:finetuning"):
         draft.lose("min_lr", "LitGPT's fine-tuning decays to 0; its pretraining reads min_lr")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.plugins.importers.checked import read_imported
 from tests.plugins.importers.foreign import convert, row, value
 
 TRAINER: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-4}
@@ -53,3 +54,48 @@ def test_litgpt_ends_after_its_steps_or_epochs(tmp_path: Path) -> None:
     made = convert(tmp_path, {"lora.yaml": LITGPT | {"train": train}})
     assert value(made, "steps") == 7
     assert row(made, "train.epochs").status == "no equivalent"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("trainer.json", TRAINER | {"optim": "sgd"}),
+        ("ds.json", {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
+        ("lora.yaml", LITGPT | {"optimizer": "SGD"}),
+    ],
+)
+def test_sgd_has_no_momentum_unless_the_file_says_one(
+    tmp_path: Path, name: str, content: dict[str, Any]
+) -> None:
+    made = convert(tmp_path, {name: content})
+    assert (value(made, "optimizer.name"), value(made, "optimizer.momentum")) == ("sgd", 0.0)
+
+
+def test_adapters_of_trl_are_on_the_layers_that_peft_takes(tmp_path: Path) -> None:
+    made = convert(tmp_path, {"sft.yaml": TRAINER | {"use_peft": True, "max_length": 64}})
+    assert list(value(made, "adapter.targets")) == ["q_proj", "v_proj"]
+    read_imported(made)
+
+
+def test_updates_of_adam_that_differ_are_named(tmp_path: Path) -> None:
+    params = {"lr": 1e-4, "bias_correction": False, "adam_w_mode": False, "torch_adam": False}
+    made = convert(
+        tmp_path, {"ds.json": {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": params}}}
+    )
+    lost = [each.key.rpartition(".")[2] for each in made.of("no equivalent")]
+    assert lost == ["bias_correction", "adam_w_mode"]
+
+
+def test_warmups_of_deepspeed_have_its_length_and_their_shape_is_named(tmp_path: Path) -> None:
+    def warmup(**params: Any) -> Any:
+        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000, **params}}
+        return convert(tmp_path, {"ds.json": {"train_batch_size": 8, "scheduler": scheduler}})
+
+    assert value(warmup(), "schedule.warmup") == 1000
+    assert "logarithm" in row(warmup(), "schedule.warmup").detail
+    nested = {"scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 2}}
+    assert value(convert(tmp_path, {"t.json": TRAINER | {"deepspeed": nested}}), "schedule.warmup") == 1000
+    linear = warmup(warmup_type="linear", warmup_num_steps=50)
+    assert value(linear, "schedule.warmup") == 50
+    assert "schedule.warmup" not in [each.key for each in linear.rows]
+    assert row(warmup(warmup_type="log"), "scheduler.params.warmup_type").status == "no equivalent"
