@@ -229,8 +229,10 @@ def _pauses(draft: Draft) -> None:
         ("eval_strategy", "eval_steps", "evaluation.every"),
     )
     for *names, target in pauses:
-        strategy, every = facts.get(names[0]), draft.number(names[1])
-        word = str(strategy).lower()
+        word = str(facts.get(names[0])).lower()
+        if word == "steps" and names[1] == "eval_steps" and names[1] not in facts:
+            names[1] = "logging_steps"  # as the Trainer does
+        every = draft.number(names[1])
         if word == "epoch":
             draft.lose(names[0], f"{target} is in steps; the last step has one anyway")
         elif every and word in ("steps", "none") and every >= 1:
@@ -244,6 +246,11 @@ def _pauses(draft: Draft) -> None:
         draft.put("data.held_out", float(part), "held_out")
     elif part is not None:
         draft.lose("held_out", "data.held_out is a fraction of the documents")
+    elif facts.get("eval_strategy") == "no" or "evaluation.sets" in draft.values:
+        draft.put("data.held_out", 0.0, "eval_strategy")
+    elif "eval_strategy" in facts:
+        draft.assume("data.held_out", 0.05)
+        draft.notes["data.held_out"] = "the script evaluates on data of its own: give evaluation.sets"
     if draft.values.get("data.held_out") == 0 and "evaluation.sets" not in draft.values:
         draft.drop("evaluation.every")
     size = draft.number("validation_batch") or draft.values.get("strategy.micro_batch_size", 1)

@@ -99,3 +99,39 @@ def test_warmups_of_deepspeed_have_its_length_and_their_shape_is_named(tmp_path:
     assert value(linear, "schedule.warmup") == 50
     assert "schedule.warmup" not in [each.key for each in linear.rows]
     assert row(warmup(warmup_type="log"), "scheduler.params.warmup_type").status == "no equivalent"
+
+
+SFT = TRAINER | {"dataset_name": "me/chats", "max_length": 64}
+
+
+def test_all_documents_are_trained_on_unless_the_trainer_evaluates(tmp_path: Path) -> None:
+    assert value(convert(tmp_path, {"t.json": TRAINER}), "data.held_out") == 0.0
+    made = convert(tmp_path, {"t.json": TRAINER | {"eval_strategy": "steps", "logging_steps": 20}})
+    assert value(made, "data.held_out") == 0.05
+    assert "data.held_out" in [each.key for each in made.of("assumed")]
+    assert value(made, "evaluation.every") == 20  # the Trainer's eval_steps are its logging_steps
+    assert (
+        value(convert(tmp_path, {"t.json": TRAINER | {"eval_strategy": "steps"}}), "evaluation.every") == 500
+    )
+
+
+def test_splits_of_trl(tmp_path: Path) -> None:
+    made = convert(
+        tmp_path, {"sft.json": SFT | {"eval_strategy": "steps", "dataset_train_split": "train[:9]"}}
+    )
+    assert value(made, "data.source") == "me/chats#train[:9]"
+    assert value(made, "evaluation.sets") == {"test": "me/chats#test"}
+    assert (value(made, "data.held_out"), value(made, "evaluation.every")) == (0.0, 500)
+    assert value(convert(tmp_path, {"sft.json": SFT}), "evaluation") is None
+    made = convert(tmp_path, {"sft.json": SFT | {"eval_strategy": "steps", "test_split_size": 0.1}})
+    assert (value(made, "data.held_out"), value(made, "evaluation.sets")) == (0.1, None)
+    local = SFT | {"eval_strategy": "steps", "dataset_name": "chats.jsonl"}
+    assert value(convert(tmp_path, {"sft.json": local}), "evaluation.sets") is None
+
+
+def test_trl_trains_on_all_turns_unless_it_is_told(tmp_path: Path) -> None:
+    made = convert(tmp_path, {"sft.json": SFT})
+    assert value(made, "data.train_on") == "all"
+    assert "data.train_on" in [each.key for each in made.of("assumed")]
+    for told, wanted in (({"assistant_only_loss": True}, "completion"), ({"loss_type": "sigmoid"}, None)):
+        assert value(convert(tmp_path, {"sft.json": SFT | told}), "data.train_on") == wanted
