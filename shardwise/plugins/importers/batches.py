@@ -33,10 +33,12 @@ def devices(draft: Draft) -> None:
         draft.put("strategy.sequence_parallel", int(ring), "ring")
         if not values.get("data.packing"):  # the ring takes no mask between packed records
             draft.put("strategy.sequence_method", "ring", "ring")
-    degrees = [key for key in values if key.endswith("_parallel")]
+    degrees = [key for key in values if key.endswith("_parallel") and key != "strategy.expert_parallel"]
     inner = max(1, int(math.prod(draft.number(key) or 1 for key in degrees)))
-    world = _world(draft, nodes, inner)
-    facts["degree"] = degree = max(1, world // inner)
+    apart = int(draft.number("strategy.expert_parallel") or 1) if facts.get("experts_apart") else 1
+    world = _world(draft, nodes, inner, apart)
+    facts["degree"] = max(1, world // inner)  # ranks of experts have samples of their own
+    degree = max(1, world // (inner * apart))
     draft.put("cluster.devices_per_node", max(1, world // nodes), "world", "devices_per_node")
     if nodes > 1:
         draft.put("cluster.nodes", nodes, "nodes")
@@ -64,7 +66,7 @@ def devices(draft: Draft) -> None:
         draft.put("strategy.replicate", degree // int(shard), "shard_size")
 
 
-def _world(draft: Draft, nodes: int, inner: int) -> int:
+def _world(draft: Draft, nodes: int, inner: int, apart: int) -> int:
     """The number of devices: as said, or by the batch sizes, or by the degrees."""
     world, per_node = draft.number("world"), draft.number("devices_per_node")
     if world is None and per_node is not None:
@@ -76,7 +78,8 @@ def _world(draft: Draft, nodes: int, inner: int) -> int:
         draft.keys["world"] = [key for name in names for key in draft.keys[name]]
     if world is None:
         copies = draft.number("strategy.replicate") or 1
-        world = max(1, draft.number("shard_size") or 1) * copies * inner
+        world = max(1, draft.number("shard_size") or 1) * copies * inner * apart
+        world = math.lcm(int(world), int(draft.number("strategy.expert_parallel") or 1))
     return max(int(world), 1)
 
 

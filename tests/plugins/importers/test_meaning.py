@@ -135,3 +135,30 @@ def test_trl_trains_on_all_turns_unless_it_is_told(tmp_path: Path) -> None:
     assert "data.train_on" in [each.key for each in made.of("assumed")]
     for told, wanted in (({"assistant_only_loss": True}, "completion"), ({"loss_type": "sigmoid"}, None)):
         assert value(convert(tmp_path, {"sft.json": SFT | told}), "data.train_on") == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"expert_parallel_size": 4}, (4, 4, None)),
+        ({"expert_parallel_size": 2, "dp_shard_size": 2}, (4, 4, None)),
+        ({"expert_parallel_size": 2, "dp_shard_size": 2, "tensor_parallel_size": 2}, (4, 8, None)),
+        ({"expert_parallel_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2}, (8, 8, 2)),
+    ],
+)
+def test_ranks_of_axolotls_experts_have_samples_of_their_own(
+    tmp_path: Path, sizes: dict[str, int], wanted: tuple[int, int, int | None]
+) -> None:
+    made = convert(tmp_path, {"a.yml": AXOLOTL | {"micro_batch_size": 1, "fsdp_version": 2, **sizes}})
+    keys = ("batch_size", "cluster.devices_per_node", "strategy.replicate")
+    assert tuple(value(made, key) for key in keys) == wanted
+
+
+@pytest.mark.parametrize(("shards", "wanted"), [(-1, (32, 8)), (16, (64, 8))])
+def test_ranks_of_torchtitans_experts_are_some_of_those_with_shards(
+    tmp_path: Path, shards: int, wanted: tuple[int, int]
+) -> None:
+    parallelism = f"[parallelism]\nexpert_parallel_degree = 8\ndata_parallel_shard_degree = {shards}\n"
+    made = convert(tmp_path, {"t.toml": f"[model]\n[training]\nlocal_batch_size = 4\n{parallelism}"})
+    assert (value(made, "batch_size"), value(made, "cluster.devices_per_node")) == wanted
+    assert value(made, "strategy.replicate") is None
