@@ -64,6 +64,7 @@ def datasets(draft: Draft) -> None:
     _splits(draft)
     if "datasets" in facts:
         _registered(draft)
+    _leave_out_of_text(draft)
     if facts.get("eval_strategy") == "steps" and "validation_set" in facts:
         source, fact = facts["validation_set"], "validation_set"
         if "validation_path" in facts:
@@ -78,6 +79,16 @@ def datasets(draft: Draft) -> None:
                 draft.put("evaluation.sets", sets, fact)
             if lost:
                 draft.lose(fact, lost)
+
+
+def _leave_out_of_text(draft: Draft) -> None:
+    """Drop what plain text does not have: prompts, and records that are too long."""
+    sources = draft.values.get("data.mixture") or [{"format": draft.values.get("data.format")}]
+    formats = {source.get("format") for source in sources}
+    if formats == {"text"} and draft.facts.get("completion_only"):
+        draft.drop("data.train_on")
+    if "text" in formats or (None in formats and not draft.is_said("data.too_long")):
+        draft.drop("data.too_long")
 
 
 def _splits(draft: Draft) -> None:
@@ -151,6 +162,10 @@ def _axolotl_source(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[
             draft.lose(f"dataset:{item}:{field}", _CHAT_FIELDS)
     if form is not None:
         values["format"] = form
+        if form == "alpaca" and rest:
+            draft.lose(
+                f"dataset:{item}:type", f"records have Stanford Alpaca's wording, and not that of {rest[-1]}"
+            )
     elif kind != "none":
         draft.lose(f"dataset:{item}:type", _KNOWN_FORMATS)
     return values, names

@@ -62,7 +62,7 @@ def schedule(draft: Draft) -> None:
         draft.put("schedule.warmup", draft.facts["usual_warmup"], "usual_warmup")
     elif warmup:
         draft.put("schedule.warmup", int(warmup) if warmup >= 1 else float(warmup), "warmup_steps")
-    elif ratio is not None:
+    elif ratio is not None and (draft.is_said("warmup_ratio") or not draft.is_said("warmup_steps")):
         draft.put("schedule.warmup", float(ratio), "warmup_ratio")
     elif warmup is not None:
         draft.put("schedule.warmup", 0, "warmup_steps")

@@ -162,3 +162,40 @@ def test_ranks_of_torchtitans_experts_are_some_of_those_with_shards(
     made = convert(tmp_path, {"t.toml": f"[model]\n[training]\nlocal_batch_size = 4\n{parallelism}"})
     assert (value(made, "batch_size"), value(made, "cluster.devices_per_node")) == wanted
     assert value(made, "strategy.replicate") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "a.yml",
+            AXOLOTL | {"train_on_inputs": False, "datasets": [{"path": "t.jsonl", "type": "completion"}]},
+        ),
+        ("lf.yaml", TRAINER | {"stage": "pt", "finetuning_type": "full", "train_on_prompt": False}),
+    ],
+)
+def test_plain_text_has_no_prompts_to_leave_out(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+    made = convert(tmp_path, {name: content})
+    values = [value(made, f"data.{key}") for key in ("format", "train_on", "too_long")]
+    assert values == ["text", None, None]
+    read_imported(made)
+
+
+def test_axolotl_drops_long_records_and_warms_up(tmp_path: Path) -> None:
+    made = convert(tmp_path, {"a.yml": AXOLOTL | {"datasets": [{"path": "r.jsonl", "type": "alpaca"}]}})
+    assert (value(made, "data.too_long"), value(made, "schedule.warmup")) == ("drop", 0.03)
+    told = {"excess_length_strategy": "truncate", "warmup_steps": 0}
+    made = convert(tmp_path, {"a.yml": AXOLOTL | told})
+    assert (value(made, "data.too_long"), value(made, "schedule.warmup")) == ("cut", 0)
+
+
+def test_axolotls_choices_of_tokens_and_wording_are_named(tmp_path: Path) -> None:
+    def lost(**asked: Any) -> list[str]:
+        made = convert(tmp_path, {"a.yml": AXOLOTL | {"datasets": [{"path": "r.jsonl", **asked}]}})
+        return [each.key.rpartition(".")[2] for each in made.of("no equivalent")]
+
+    assert lost(type="chat_template", roles_to_train=["assistant"], train_on_eos="turn") == []
+    assert lost(type="chat_template", roles_to_train=["user"]) == ["roles_to_train"]
+    assert lost(type="chat_template", train_on_eos="all") == ["train_on_eos"]
+    assert lost(type="alpaca") == []
+    assert lost(type="alpaca:chat") == ["type"]
