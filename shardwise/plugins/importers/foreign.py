@@ -49,13 +49,22 @@ def read_foreign(path: Path) -> dict[str, Any]:
 
 def _parsed(suffix: str, text: str) -> Any:
     if suffix == ".json":
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     if suffix == ".toml":
         return tomllib.loads(text)
     yaml = YAML(typ="safe", pure=True)
     yaml.version = (1, 1)  # PyYAML's, with which the other trainers read: `no` is false
     with warnings.catch_warnings(action="ignore", category=MantissaNoDotYAML1_1Warning):  # 1e-4
         return yaml.load(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A section of JSON. Raises ValueError for a key that it has twice, as YAML and TOML do."""
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has twice the key {next(name for name in names if names.count(name) > 1)}")
+    return section
 
 
 def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str, Any]]:

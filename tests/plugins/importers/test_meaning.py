@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.core.errors import RecipeError
 from shardwise.plugins.importers.checked import read_imported
 from tests.plugins.importers.foreign import convert, row, value
 
@@ -199,3 +200,20 @@ def test_axolotls_choices_of_tokens_and_wording_are_named(tmp_path: Path) -> Non
     assert lost(type="chat_template", train_on_eos="all") == ["train_on_eos"]
     assert lost(type="alpaca") == []
     assert lost(type="alpaca:chat") == ["type"]
+
+
+@pytest.mark.parametrize("size", [0, -2, 2.5])
+@pytest.mark.parametrize("key", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_a_size_that_is_no_whole_number_is_refused_with_its_file_and_key(
+    tmp_path: Path, key: str, size: float
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        convert(tmp_path, {"t.json": TRAINER | {key: size}})
+    assert (caught.value.what, caught.value.where) == (f"{key} is no whole number from 1", f"t.json: {key}")
+
+
+def test_a_key_of_json_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    text = '{"train_batch_size": 8, "zero_optimization": {"stage": 1, "stage": 3}}'
+    with pytest.raises(RecipeError, match="cannot read the file") as caught:
+        convert(tmp_path, {"ds.json": text})
+    assert caught.value.why == "it has twice the key stage"
