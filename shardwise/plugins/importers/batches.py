@@ -80,7 +80,8 @@ def _world(draft: Draft, nodes: int, inner: int, apart: int) -> int:
     if world is None:
         copies = draft.size("strategy.replicate") or 1
         shards = int(max(1, draft.number("shard_size") or 1))
-        world = math.lcm(shards * copies * inner * apart, draft.size("strategy.expert_parallel") or 1)
+        stages, experts = (draft.size(f"strategy.{key}_parallel") or 1 for key in ("pipeline", "expert"))
+        world = math.lcm(shards * copies * inner * apart // stages, experts) * stages
     return world
 
 

@@ -31,6 +31,17 @@ def combine(draft: Draft) -> None:
             keys.append(ASSUMED)
 
 
+def _served(draft: Draft) -> None:
+    """What a file asks for after a training. Raises RecipeError for a file that asks for no training."""
+    asked = [fact for fact in draft.facts if fact.startswith("serves:")]
+    if asked and not draft.facts.get("trains"):
+        fix = f"see shardwise {asked[0].partition(':')[2]} --help, or add do_train: true"
+        raise RecipeError(
+            "this file trains nothing", where=draft.origin(asked[0]), why="it has no do_train", fix=fix
+        )
+    draft.lose("serves:eval", "after the training, shardwise eval scores a data set")
+
+
 def _model_facts(draft: Draft) -> None:
     """The model: a preset, or a folder or id with weights; of torchtitan a flavor, with weights where it loads some."""
     facts = draft.facts
@@ -303,6 +314,7 @@ def _trackers(draft: Draft) -> None:
 
 
 _FACT_STEPS: tuple[Callable[[Draft], None], ...] = (
+    _served,
     _model_facts,
     objectives,
     datasets,

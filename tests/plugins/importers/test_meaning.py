@@ -155,11 +155,14 @@ def test_ranks_of_axolotls_experts_have_samples_of_their_own(
     assert tuple(value(made, key) for key in keys) == wanted
 
 
-@pytest.mark.parametrize(("shards", "wanted"), [(-1, (32, 8)), (16, (64, 8))])
+@pytest.mark.parametrize(
+    ("shards", "stages", "wanted"), [(-1, 1, (32, 8)), (16, 1, (64, 8)), (-1, 2, (32, 8))]
+)
 def test_ranks_of_torchtitans_experts_are_some_of_those_with_shards(
-    tmp_path: Path, shards: int, wanted: tuple[int, int]
+    tmp_path: Path, shards: int, stages: int, wanted: tuple[int, int]
 ) -> None:
     parallelism = f"[parallelism]\nexpert_parallel_degree = 8\ndata_parallel_shard_degree = {shards}\n"
+    parallelism += f"pipeline_parallel_degree = {stages}\n"
     made = convert(tmp_path, {"t.toml": f"[model]\n[training]\nlocal_batch_size = 4\n{parallelism}"})
     assert (value(made, "batch_size"), value(made, "cluster.devices_per_node")) == wanted
     assert value(made, "strategy.replicate") is None
@@ -217,3 +220,29 @@ def test_a_key_of_json_that_comes_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot read the file") as caught:
         convert(tmp_path, {"ds.json": text})
     assert caught.value.why == "it has twice the key stage"
+
+
+def test_fp16_of_deepspeed_grows_its_scale_after_1000_steps(tmp_path: Path) -> None:
+    made = convert(tmp_path, {"ds.json": {"train_batch_size": 8, "fp16": {"enabled": True}}})
+    assert value(made, "loss_scale.growth_interval") == 1000
+    assert value(convert(tmp_path, {"ds.json": {"train_batch_size": 8}}), "loss_scale") is None
+
+
+@pytest.mark.parametrize("asked", [{"infer_backend": "vllm"}, {"export_dir": "o"}, {"do_predict": True}])
+def test_a_file_of_llama_factory_that_trains_nothing_is_refused(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    content = {"model_name_or_path": "m", "template": "qwen3", **asked}
+    with pytest.raises(RecipeError, match="this file trains nothing") as caught:
+        convert(tmp_path, {"lf.yaml": content})
+    assert caught.value.where == f"lf.yaml: {next(iter(asked))}"
+    made = convert(tmp_path, {"lf.yaml": content | {"do_train": True, "stage": "sft"}})
+    assert [each.key for each in made.of("no equivalent")] == [
+        "template",
+        *["do_predict"] * ("do_predict" in asked),
+    ]
+
+
+def test_files_of_open_instruct_are_not_read_as_those_of_trl(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="files of open-instruct are not read"):
+        convert(tmp_path, {"sft.yaml": SFT | {"use_slow_tokenizer": True, "checkpointing_steps": "epoch"}})
