@@ -212,6 +212,7 @@ def _adapter_facts(draft: Draft) -> None:
     facts = draft.facts
     if not facts.get("enables:adapter"):
         draft.drop("adapter.")
+        draft.lose("adapter.quantize", "quantized weights are frozen, and the file trains no adapter")
         return
     names = [name for name, value in facts.items() if name.startswith("lora_target:") and value]
     if targets := [layer for name in names for layer in name.partition(":")[2].split(",")]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
 
 from shardwise.core.errors import RecipeError, one_line
@@ -33,7 +34,8 @@ def read_foreign(path: Path) -> dict[str, Any]:
         raise RecipeError("cannot read the file", where=where, why=str(error.strerror).lower()) from None
     except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise RecipeError("not a YAML file", where=where + line, why=one_line(str(error.problem))) from None
+        what = "a key comes twice" if isinstance(error, DuplicateKeyError) else "not a YAML file"
+        raise RecipeError(what, where=where + line, why=one_line(str(error.problem))) from None
     except json.JSONDecodeError as error:
         raise RecipeError("not a JSON file", where=f"{where}:{error.lineno}", why=error.msg) from None
     except tomllib.TOMLDecodeError as error:

@@ -246,3 +246,34 @@ def test_a_file_of_llama_factory_that_trains_nothing_is_refused(
 def test_files_of_open_instruct_are_not_read_as_those_of_trl(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="files of open-instruct are not read"):
         convert(tmp_path, {"sft.yaml": SFT | {"use_slow_tokenizer": True, "checkpointing_steps": "epoch"}})
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"lr_scheduler_type": "cosine_with_restarts"}, {"name": "cosine", "floor": 0.0, "warmup": 0}),
+        ({"lr_scheduler_type": "polynomial"}, {"name": "linear", "floor": 0.0, "warmup": 0}),
+    ],
+)
+def test_one_cycle_and_power_one_are_cosine_and_linear(
+    tmp_path: Path, asked: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    assert value(convert(tmp_path, {"t.json": TRAINER | asked}), "schedule") == wanted
+    several = asked | {"lr_scheduler_kwargs": {"num_cycles": 3, "power": 2.0}}
+    lost = convert(tmp_path, {"t.json": TRAINER | several}).of("no equivalent")
+    assert [each.key for each in lost] == ["lr_scheduler_kwargs.num_cycles", "lr_scheduler_kwargs.power"]
+
+
+def test_quantized_weights_without_an_adapter_are_named(tmp_path: Path) -> None:
+    for name, content, key in (
+        ("a.yml", AXOLOTL | {"load_in_8bit": True}, "load_in_8bit"),
+        ("sft.json", SFT | {"load_in_4bit": True}, "load_in_4bit"),
+        ("lf.yaml", TRAINER | {"finetuning_type": "full", "quantization_bit": 4}, "quantization_bit"),
+    ):
+        assert row(convert(tmp_path, {name: content}), key).status == "no equivalent"
+
+
+def test_a_key_of_yaml_that_comes_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="a key comes twice") as caught:
+        convert(tmp_path, {"a.yml": "base_model: m\nseed: 1\nseed: 2\n"})
+    assert caught.value.where.endswith("a.yml:3")
