@@ -137,6 +137,7 @@ class Collection:
             for target in entry.targets:
                 draft.autos.setdefault(target.removeprefix("@"), []).append(name)
             return
+        value = entry.null if value is None else value
         if value in (None, "", [], *entry.unset):
             return
         try:

@@ -157,7 +157,12 @@ def _optimizer_facts(draft: Draft) -> None:
         draft.put("optimizer.momentum", 0.0, fact)  # torch's
     if "beta1" in facts and "beta2" in facts and draft.values.get("optimizer.name") != "sgd":
         draft.put("optimizer.betas", [facts["beta1"], facts["beta2"]], "beta1", "beta2")
-    if (norm := draft.number("clip_norm")) is not None:
+    clips = [*draft.keys.get("clip_norm", []), *draft.autos.get("clip_norm", [])]
+    if facts.get("engine_clips") and not any("gradient_clipping" in key for key in clips):
+        draft.lose("clip_norm", "DeepSpeed clips by gradient_clipping, which its file does not have")
+        draft.put("optimizer.clip_norm", None, "engine_clips")
+        draft.notes["optimizer.clip_norm"] = "DeepSpeed clips by gradient_clipping, and its file has none"
+    elif (norm := draft.number("clip_norm")) is not None:
         draft.put("optimizer.clip_norm", float(norm) or None, "clip_norm")
 
 

@@ -122,7 +122,7 @@ def test_splits_of_trl(tmp_path: Path) -> None:
     )
     assert value(made, "data.source") == "me/chats#train[:9]"
     assert value(made, "evaluation.sets") == {"test": "me/chats#test"}
-    assert (value(made, "data.held_out"), value(made, "evaluation.every")) == (0.0, 500)
+    assert (value(made, "data.held_out"), value(made, "evaluation.every")) == (0.0, 10)
     assert value(convert(tmp_path, {"sft.json": SFT}), "evaluation") is None
     made = convert(tmp_path, {"sft.json": SFT | {"eval_strategy": "steps", "test_split_size": 0.1}})
     assert (value(made, "data.held_out"), value(made, "evaluation.sets")) == (0.1, None)
@@ -277,3 +277,24 @@ def test_a_key_of_yaml_that_comes_twice_is_refused_with_its_line(tmp_path: Path)
     with pytest.raises(RecipeError, match="a key comes twice") as caught:
         convert(tmp_path, {"a.yml": "base_model: m\nseed: 1\nseed: 2\n"})
     assert caught.value.where.endswith("a.yml:3")
+
+
+@pytest.mark.parametrize(
+    ("engine", "wanted"),
+    [({}, None), ({"gradient_clipping": "auto"}, 0.5), ({"gradient_clipping": 0.5}, 0.5)],
+)
+def test_deepspeed_clips_by_its_own_key(tmp_path: Path, engine: dict[str, Any], wanted: float | None) -> None:
+    engine = {"zero_optimization": {"stage": 2}, **engine}
+    made = convert(tmp_path, {"t.json": TRAINER | {"max_grad_norm": 0.5, "deepspeed": engine}})
+    assert value(made, "optimizer.clip_norm") == wanted
+    assert (row(made, "max_grad_norm").status == "no equivalent") is (wanted is None)
+    assert "clip_norm: null" in made.text() or wanted
+
+
+def test_no_norm_is_no_clipping(tmp_path: Path) -> None:
+    made = convert(tmp_path, {"t.json": TRAINER | {"max_grad_norm": None}})
+    assert "clip_norm: null" in made.text()
+    assert value(convert(tmp_path, {"t.json": TRAINER}), "optimizer.clip_norm") == 1.0
+    assert (
+        value(convert(tmp_path, {"a.yml": AXOLOTL | {"max_grad_norm": None}}), "optimizer.clip_norm") == 1.0
+    )
