@@ -298,3 +298,25 @@ def test_no_norm_is_no_clipping(tmp_path: Path) -> None:
     assert (
         value(convert(tmp_path, {"a.yml": AXOLOTL | {"max_grad_norm": None}}), "optimizer.clip_norm") == 1.0
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "key", "off", "asks"),
+    [
+        ("t.json", TRAINER, "train_sampling_strategy", "random", "sequential"),
+        ("t.json", TRAINER, "accelerator_config.split_batches", False, True),
+        ("a.yml", AXOLOTL, "accelerator_config.split_batches", False, True),
+        ("a.yml", AXOLOTL, "shuffle_merged_datasets", True, False),
+        ("l.yaml", LITGPT, "data.init_args.prompt_style", "alpaca", "llama3"),
+        ("t.json", {"job": {}, "training": {}}, "model.norm_type", "fused_rmsnorm", "layernorm"),
+        ("t.json", {"model": {}, "training": {}}, "float8.filter_fqns", ["output"], ["output", "wk"]),
+    ],
+)
+def test_a_choice_is_named_unless_it_is_that_of_a_recipe(
+    tmp_path: Path, name: str, base: dict[str, Any], key: str, off: Any, asks: Any
+) -> None:
+    for asked, status in ((off, "not needed"), (asks, "no equivalent")):
+        inner = asked
+        for part in reversed(key.split(".")):
+            inner = {part: inner}
+        assert row(convert(tmp_path, {name: base | inner}), key).status == status
