@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def _is_on_the_hub(source: str) -> bool:
     return (
         bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name))
         and not name.endswith(ends)
-        and not path_of(name).exists()
+        and not exists(path_of(name))
     )
 
 

@@ -126,7 +126,7 @@ def _loss_scale(draft: Draft) -> None:
     elif scale is not None:
         draft.put("loss_scale.dynamic", True, "loss_scale")
     if power is not None and not scale:
-        draft.put("loss_scale.initial", 2.0**power, "scale_power")
+        draft.put("loss_scale.initial", 2.0 ** min(power, 100), "scale_power")
 
 
 _ADAMW = re.compile(

@@ -34,7 +34,7 @@ def length(draft: Draft) -> None:
     elif epochs:
         draft.put("epochs", float(epochs), "epochs")
     elif tokens:
-        length = draft.values["batch_size"] * draft.values["data.sequence_length"]
+        length = draft.values["batch_size"] * (draft.number("data.sequence_length") or 1)
         draft.put("steps", max(1, round(tokens / length)), "max_tokens")
     if "steps" not in draft.values and "epochs" not in draft.values:
         draft.assume("steps", 1000)

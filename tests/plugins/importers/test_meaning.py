@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.core.errors import RecipeError
-from shardwise.plugins.importers.checked import read_imported
+from shardwise.plugins.importers.checked import is_foreign, read_imported
+from shardwise.recipe.installed import recipe_file
 from tests.plugins.importers.foreign import convert, row, value
 
 TRAINER: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-4}
@@ -320,3 +322,24 @@ def test_a_choice_is_named_unless_it_is_that_of_a_recipe(
         for part in reversed(key.split(".")):
             inner = {part: inner}
         assert row(convert(tmp_path, {name: base | inner}), key).status == status
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.json", TRAINER | {"deepspeed": "a" * 400}),
+        ("a.yml", {"base_model": "a" * 400}),
+        ("lf.yaml", TRAINER | {"stage": "sft", "dataset": "d", "dataset_dir": "a" * 400}),
+        ("sft.json", SFT | {"dataset_name": "a" * 400}),
+        ("ds.json", {"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 10**9}}),
+        ("l.yaml", LITGPT | {"train": {"max_tokens": 100, "max_seq_length": {"a": 1}}}),
+    ],
+)
+def test_odd_values_are_rows_or_one_line(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+    with suppress(RecipeError):
+        convert(tmp_path, {name: content}).text()
+
+
+def test_a_name_that_is_too_long_for_a_file_is_no_file() -> None:
+    assert not is_foreign(Path("a" * 400 + ".json"))
+    assert recipe_file("a" * 400) == Path("a" * 400)
