@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from difflib import SequenceMatcher, get_close_matches
+from os.path import exists, isfile
 from pathlib import Path
 
 from shardwise.core.paths import path_of
@@ -17,10 +18,10 @@ _MODEL = re.compile(rb"^model\s*:", re.MULTILINE)
 def recipe_file(text: str) -> Path:
     """The file that a user names, or the installed recipe of that name where there is no such file."""
     path = path_of(text)
-    if path.exists() or str(path.parent) not in (".", RECIPES.name):
+    if exists(path) or str(path.parent) not in (".", RECIPES.name):
         return path
     installed = RECIPES / (path.name if path.suffix else f"{path.name}.yaml")
-    return installed if installed.is_file() else path
+    return installed if isfile(installed) else path
 
 
 def instead_of(path: Path) -> str:

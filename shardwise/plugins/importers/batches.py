@@ -27,16 +27,19 @@ def devices(draft: Draft) -> None:
     facts, values = draft.facts, draft.values
     if "stage_schedule" in facts and _uses_pipeline(draft):
         draft.put(facts["stages"]["schedule"], facts["stage_schedule"], "stage_schedule")
-    nodes = int(draft.number("nodes") or 1)
+    nodes = draft.size("nodes") or 1
     ring = draft.number("ring")
     if ring and ring > 1:
         draft.put("strategy.sequence_parallel", int(ring), "ring")
         if not values.get("data.packing"):  # the ring takes no mask between packed records
             draft.put("strategy.sequence_method", "ring", "ring")
-    degrees = [key for key in values if key.endswith("_parallel")]
-    inner = max(1, int(math.prod(draft.number(key) or 1 for key in degrees)))
-    world = _world(draft, nodes, inner)
-    facts["degree"] = degree = max(1, world // inner)
+    degrees = [key for key in values if key.endswith("_parallel") and key != "strategy.expert_parallel"]
+    inner = max(1, math.prod(draft.size(key) or 1 for key in degrees))
+    experts = draft.size("strategy.expert_parallel") or 1
+    apart = experts if facts.get("experts_apart") else 1
+    world = _world(draft, nodes, inner, apart)
+    facts["degree"] = max(1, world // inner)  # ranks of experts have samples of their own
+    degree = max(1, world // (inner * apart))
     draft.put("cluster.devices_per_node", max(1, world // nodes), "world", "devices_per_node")
     if nodes > 1:
         draft.put("cluster.nodes", nodes, "nodes")
@@ -52,7 +55,7 @@ def devices(draft: Draft) -> None:
     ):
         raise RecipeError(
             "the degrees are not the number of devices",
-            where="/".join(draft.keys["shard_size"]),
+            where=draft.origin("shard_size"),
             why=f"{draft.shown('shard_size', 'strategy.replicate', *degrees)} on {world} devices"
             + (f" ({draft.keys['world'][0]})" if draft.keys.get("world") else ""),
             fix="correct them" + _or_world(draft),
@@ -64,20 +67,22 @@ def devices(draft: Draft) -> None:
         draft.put("strategy.replicate", degree // int(shard), "shard_size")
 
 
-def _world(draft: Draft, nodes: int, inner: int) -> int:
+def _world(draft: Draft, nodes: int, inner: int, apart: int) -> int:
     """The number of devices: as said, or by the batch sizes, or by the degrees."""
-    world, per_node = draft.number("world"), draft.number("devices_per_node")
+    world, per_node = draft.size("world"), draft.size("devices_per_node")
     if world is None and per_node is not None:
         world = nodes * per_node
     names = ("global_batch", "micro_batch", "accumulation")
-    total, micro, accumulated = (draft.number(name) for name in names)
+    total, micro, accumulated = (draft.size(name) for name in names)
     if world is None and total and micro and accumulated:
         world = max(1, round(total / (micro * accumulated))) * inner
         draft.keys["world"] = [key for name in names for key in draft.keys[name]]
     if world is None:
-        copies = draft.number("strategy.replicate") or 1
-        world = max(1, draft.number("shard_size") or 1) * copies * inner
-    return max(int(world), 1)
+        copies = draft.size("strategy.replicate") or 1
+        shards = int(max(1, draft.number("shard_size") or 1))
+        stages, experts = (draft.size(f"strategy.{key}_parallel") or 1 for key in ("pipeline", "expert"))
+        world = math.lcm(shards * copies * inner * apart // stages, experts) * stages
+    return world
 
 
 def sharding(draft: Draft) -> None:
@@ -108,11 +113,12 @@ def _uses_pipeline(draft: Draft) -> bool:
 def batch(draft: Draft) -> None:
     """Set the batch sizes. Raises RecipeError where micro-batch x accumulation x devices is not the global batch."""
     names = ("global_batch", "micro_batch", "accumulation")
-    total, micro, accumulated = (draft.number(name) for name in names)
+    sizes: list[float | None] = [draft.size(name) for name in names]
+    total, micro, accumulated = sizes
     degree = draft.facts["degree"]
     counted = bool(draft.keys.get("world") or draft.keys.get("devices_per_node"))
-    if (per_device := draft.number("batch_per_device")) is not None and micro:
-        accumulated, draft.keys["accumulation"] = per_device / micro, draft.keys["batch_per_device"]
+    if (per_device := draft.size("batch_per_device")) is not None and micro:
+        accumulated, draft.keys["accumulation"] = max(1, per_device // micro), draft.keys["batch_per_device"]
     if total and micro and not draft.is_said("accumulation"):  # as the other trainer computes it
         accumulated = total / (micro * degree) if counted else None
     elif total and accumulated and not draft.is_said("micro_batch"):
@@ -122,7 +128,7 @@ def batch(draft: Draft) -> None:
         world = f" on {degree} data-parallel ranks"
         raise RecipeError(
             f"{draft.keys['global_batch'][0]} is not micro-batch x accumulation x devices",
-            where=draft.keys["global_batch"][0],
+            where=draft.origin("global_batch"),
             why=draft.shown(*names) + world,
             fix="correct it" + _or_world(draft),
         )

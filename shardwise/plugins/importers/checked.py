@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import isfile
 from pathlib import Path
 
 from shardwise.core.errors import RecipeError
@@ -18,9 +19,9 @@ from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
 def is_foreign(path: Path) -> bool:
     """Whether a file is one of another trainer's, read or not; a recipe, or a file with a fault, is not."""
     if path.suffix in (".json", ".toml"):
-        return path.is_file()
+        return isfile(path)
     try:
-        return path.is_file() and recognised(read_foreign(path)) is not None
+        return isfile(path) and recognised(read_foreign(path)) is not None
     except RecipeError:
         return False
 

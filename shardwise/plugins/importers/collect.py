@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,6 +138,7 @@ class Collection:
             for target in entry.targets:
                 draft.autos.setdefault(target.removeprefix("@"), []).append(name)
             return
+        value = entry.null if value is None else value
         if value in (None, "", [], *entry.unset):
             return
         try:
@@ -161,9 +163,7 @@ class Collection:
             content = _json(text, f"{file.path}: {key}")
             return [File(file.path, form, content, parent, f"{file.prefix}{name}.", key)]
         name_of_file = path_of(text)
-        path = next(
-            (path for path in (file.path.parent / name_of_file, name_of_file) if path.is_file()), None
-        )
+        path = next((path for path in (file.path.parent / name_of_file, name_of_file) if isfile(path)), None)
         if path is not None:
             self.rows.append(KeyRow(file.prefix + name, value, "not needed", "its keys are in this list"))
             return [File(path, form, read_foreign(path), parent, f"{path.name}: ")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,7 @@ def _finished_row(row: KeyRow, draft: Draft) -> KeyRow:
 
 def _context_of(model: str | None) -> int | None:
     """The longest sequence of a model whose folder is here; None if it is not, or does not say."""
-    if model is None or not path_of(model).is_dir():
+    if model is None or not isdir(path_of(model)):
         return None
     from shardwise.plugins.finetune.choosing import context_of
 

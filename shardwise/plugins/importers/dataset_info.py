@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def registered(draft: Draft, name: str) -> tuple[dict[str, Any], str]:
     if not isinstance(folder, str) or folder == "ONLINE":
         return {"source": name}, ""
     places = (draft.path.parent / folder, Path(folder))
-    root = next((path for path in places if (path / "dataset_info.json").is_file()), None)
+    root = next((path for path in places if isfile(path / "dataset_info.json")), None)
     if root is None:
         return {}, f"there is no {folder}/dataset_info.json: give data.source"
     info = read_foreign(root / "dataset_info.json")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import path_of
 from shardwise.plugins.importers.dataset_info import names_of, registered
 from shardwise.plugins.importers.draft import Draft
 
@@ -40,6 +42,11 @@ def datasets(draft: Draft) -> None:
         _litgpt_data(draft)
     if facts.get("completion_only"):
         draft.put("data.train_on", "completion", "completion_only")
+    elif facts.get("trl_sft") and "data.train_on" not in draft.values:
+        draft.assume("data.train_on", "all")
+        draft.notes["data.train_on"] = (
+            "all turns of a chat, as in TRL; of a prompt TRL trains on its completion"
+        )
     if facts.get("text_stage"):
         draft.put("data.format", "text", "text_stage")
     elif facts.get("packing") or facts.get("packing:neat"):
@@ -55,8 +62,10 @@ def datasets(draft: Draft) -> None:
     elif listed:
         items = sorted(item for item in listed if listed[item].get("path"))
         _sources(draft, {item: _axolotl_source(draft, item, listed[item]) for item in items})
+    _splits(draft)
     if "datasets" in facts:
         _registered(draft)
+    _leave_out_of_text(draft)
     if facts.get("eval_strategy") == "steps" and "validation_set" in facts:
         source, fact = facts["validation_set"], "validation_set"
         if "validation_path" in facts:
@@ -71,6 +80,39 @@ def datasets(draft: Draft) -> None:
                 draft.put("evaluation.sets", sets, fact)
             if lost:
                 draft.lose(fact, lost)
+
+
+def _leave_out_of_text(draft: Draft) -> None:
+    """Drop what plain text does not have: prompts, and records that are too long."""
+    sources = draft.values.get("data.mixture") or [{"format": draft.values.get("data.format")}]
+    formats = {source.get("format") for source in sources}
+    if formats == {"text"} and draft.facts.get("completion_only"):
+        draft.drop("data.train_on")
+    if "text" in formats or (None in formats and not draft.is_said("data.too_long")):
+        draft.drop("data.too_long")
+
+
+def _splits(draft: Draft) -> None:
+    """The splits of TRL's data set: one to train on, and one to evaluate on unless a part is held out."""
+    facts, source = draft.facts, str(draft.values.get("data.source", ""))
+    if "test_split" not in facts or not _is_on_the_hub(source):
+        return
+    if "train_split" in facts:
+        draft.put("data.source", f"{source}#{facts['train_split']}", "train_split")
+    if str(facts.get("eval_strategy")).lower() in ("steps", "epoch") and "held_out" not in facts:
+        test = str(facts["test_split"])
+        draft.put("evaluation.sets", {_identifier(test): f"{source}#{test}"}, "test_split")
+
+
+def _is_on_the_hub(source: str) -> bool:
+    """Whether a source looks like a data set's id with its configuration, and is no file or folder here."""
+    name = source.partition(":")[0]
+    ends = (".json", ".jsonl", ".parquet", ".txt", ".csv")
+    return (
+        bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name))
+        and not name.endswith(ends)
+        and not exists(path_of(name))
+    )
 
 
 def _identifier(source: str) -> str:
@@ -121,6 +163,10 @@ def _axolotl_source(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[
             draft.lose(f"dataset:{item}:{field}", _CHAT_FIELDS)
     if form is not None:
         values["format"] = form
+        if form == "alpaca" and rest:
+            draft.lose(
+                f"dataset:{item}:type", f"records have Stanford Alpaca's wording, and not that of {rest[-1]}"
+            )
     elif kind != "none":
         draft.lose(f"dataset:{item}:type", _KNOWN_FORMATS)
     return values, names

@@ -152,6 +152,13 @@ class Draft:
         value = self.facts.get(name, self.values.get(name))
         if value is None or (isinstance(value, int | float) and math.isfinite(value)):
             return value
-        raise RecipeError(
-            f"{self.keys[name][0]} is no number", where=self.keys[name][0], why=f"it is {value!r}"
-        )
+        key = self.origin(name).rpartition(": ")[2]
+        raise RecipeError(f"{key} is no number", where=self.origin(name), why=f"it is {value!r}")
+
+    def size(self, name: str) -> int | None:
+        """A fact, or a key of the recipe, as a whole number from 1; None if absent. Raises RecipeError for others."""
+        value = self.number(name)
+        if value is None or (value >= 1 and float(value).is_integer()):
+            return None if value is None else int(value)
+        key = self.origin(name).rpartition(": ")[2]
+        raise RecipeError(f"{key} is no whole number from 1", where=self.origin(name), why=f"it is {value}")

@@ -1,4 +1,4 @@
-"""Facts of other trainers that only together say a value of the recipe: precision, optimizer, adapter, length, pauses.
+"""Facts of other trainers that only together say a value of the recipe: precision, optimizer, adapter, pauses.
 
 Each function takes the facts that were collected under the ``@names`` of the tables, and sets keys of the draft. The
 source of a value, the other file's keys, goes along for the list of keys and for the comments of the recipe.
@@ -6,17 +6,17 @@ source of a value, the other file's keys, goes along for the list of keys and fo
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import get_args
 
 from shardwise.core.errors import RecipeError
 from shardwise.plugins.importers.batches import batch, devices, sharding
 from shardwise.plugins.importers.datasets import datasets
 from shardwise.plugins.importers.draft import ASSUMED, Draft
 from shardwise.plugins.importers.objectives import objectives
+from shardwise.plugins.importers.schedules import length, schedule
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.section import TrackerName
 from shardwise.recipe.sections import OptimizerSpec
@@ -29,6 +29,17 @@ def combine(draft: Draft) -> None:
     for keys in draft.sources.values():
         if not keys:
             keys.append(ASSUMED)
+
+
+def _served(draft: Draft) -> None:
+    """What a file asks for after a training. Raises RecipeError for a file that asks for no training."""
+    asked = [fact for fact in draft.facts if fact.startswith("serves:")]
+    if asked and not draft.facts.get("trains"):
+        fix = f"see shardwise {asked[0].partition(':')[2]} --help, or add do_train: true"
+        raise RecipeError(
+            "this file trains nothing", where=draft.origin(asked[0]), why="it has no do_train", fix=fix
+        )
+    draft.lose("serves:eval", "after the training, shardwise eval scores a data set")
 
 
 def _model_facts(draft: Draft) -> None:
@@ -115,7 +126,7 @@ def _loss_scale(draft: Draft) -> None:
     elif scale is not None:
         draft.put("loss_scale.dynamic", True, "loss_scale")
     if power is not None and not scale:
-        draft.put("loss_scale.initial", 2.0**power, "scale_power")
+        draft.put("loss_scale.initial", 2.0 ** min(power, 100), "scale_power")
 
 
 _ADAMW = re.compile(
@@ -142,9 +153,16 @@ def _optimizer_facts(draft: Draft) -> None:
             draft.put("optimizer.name", name, fact)
         else:
             draft.lose(fact, f"there is no {name} among {', '.join(own)}; adamw is used{_FACTORY}")
+    if draft.values.get("optimizer.name") == "sgd" and "optimizer.momentum" not in draft.values:
+        draft.put("optimizer.momentum", 0.0, fact)  # torch's
     if "beta1" in facts and "beta2" in facts and draft.values.get("optimizer.name") != "sgd":
         draft.put("optimizer.betas", [facts["beta1"], facts["beta2"]], "beta1", "beta2")
-    if (norm := draft.number("clip_norm")) is not None:
+    clips = [*draft.keys.get("clip_norm", []), *draft.autos.get("clip_norm", [])]
+    if facts.get("engine_clips") and not any("gradient_clipping" in key for key in clips):
+        draft.lose("clip_norm", "DeepSpeed clips by gradient_clipping, which its file does not have")
+        draft.put("optimizer.clip_norm", None, "engine_clips")
+        draft.notes["optimizer.clip_norm"] = "DeepSpeed clips by gradient_clipping, and its file has none"
+    elif (norm := draft.number("clip_norm")) is not None:
         draft.put("optimizer.clip_norm", float(norm) or None, "clip_norm")
 
 
@@ -199,6 +217,7 @@ def _adapter_facts(draft: Draft) -> None:
     facts = draft.facts
     if not facts.get("enables:adapter"):
         draft.drop("adapter.")
+        draft.lose("adapter.quantize", "quantized weights are frozen, and the file trains no adapter")
         return
     names = [name for name, value in facts.items() if name.startswith("lora_target:") and value]
     if targets := [layer for name in names for layer in name.partition(":")[2].split(",")]:
@@ -220,83 +239,6 @@ def _adapter_facts(draft: Draft) -> None:
     draft.assume("adapter.rank", 8)
 
 
-def _length_facts(draft: Draft) -> None:
-    """Steps or epochs. A schedule that ends elsewhere than the run is another training, and refused or lost."""
-    steps, epochs, tokens = (draft.number(name) for name in ("max_steps", "epochs", "max_tokens"))
-    schedule = draft.number("schedule_steps")
-    draft.assume("data.sequence_length", 2048)
-    said = [name for name in ("max_steps", "epochs") if draft.is_said(name) and draft.number(name)]
-    if schedule and said and not (said[0] == "max_steps" and schedule == steps):
-        if not draft.share_a_file(said[0], "schedule_steps"):
-            raise RecipeError(
-                "the files contradict each other",
-                where=f"{draft.origin(said[0])} and {draft.origin('schedule_steps')}",
-                why=f"two lengths of the run, {draft.facts[said[0]]} and {schedule}",
-                fix="remove one, or set the DeepSpeed file's to auto",
-            )
-        draft.lose("schedule_steps", "the schedule is as long as the run")
-    elif schedule:
-        steps = schedule
-        draft.keys["max_steps"] = [*draft.keys.get("max_steps", []), *draft.keys["schedule_steps"]]
-    if steps is not None and steps > 0:
-        draft.put("steps", int(steps), "max_steps")
-    elif epochs:
-        draft.put("epochs", float(epochs), "epochs")
-    elif tokens:
-        length = draft.values["batch_size"] * draft.values["data.sequence_length"]
-        draft.put("steps", max(1, round(tokens / length)), "max_tokens")
-    if "steps" not in draft.values and "epochs" not in draft.values:
-        draft.assume("steps", 1000)
-
-
-def _schedule_facts(draft: Draft) -> None:
-    warmup, ratio, least = (draft.number(name) for name in ("warmup_steps", "warmup_ratio", "min_lr"))
-    steps = draft.values.get("steps")
-    if warmup and ratio and draft.is_said("warmup_steps") and draft.is_said("warmup_ratio"):
-        apart = not draft.share_a_file("warmup_steps", "warmup_ratio")
-        if apart and (steps is None or math.ceil(ratio * steps) != warmup):
-            where = f"{draft.origin('warmup_ratio')} and {draft.origin('warmup_steps')}"
-            why = f"two warmups, {ratio} of the steps and {warmup} steps"
-            raise RecipeError("the files contradict each other", where=where, why=why, fix="remove one")
-    if warmup:
-        draft.put("schedule.warmup", int(warmup) if warmup >= 1 else float(warmup), "warmup_steps")
-    elif ratio is not None:
-        draft.put("schedule.warmup", float(ratio), "warmup_ratio")
-    elif warmup is not None:
-        draft.put("schedule.warmup", 0, "warmup_steps")
-    rate = draft.number("optimizer.learning_rate")
-    if least is not None and rate:
-        draft.put("schedule.floor", min(1.0, float(least) / rate), "min_lr")
-    for key in ("floor", "decay_shape"):
-        if f"usual_{key}" in draft.facts and f"schedule.{key}" not in draft.values:
-            draft.put(f"schedule.{key}", draft.facts[f"usual_{key}"], f"usual_{key}")
-    warm = draft.values.get("schedule.warmup")
-    _decay(draft, steps, warm)
-    if draft.values.get("schedule.name") != "wsd":
-        draft.drop("schedule.decay")
-    if isinstance(steps, int) and isinstance(warm, int) and warm >= max(steps, 2):
-        draft.values["schedule.warmup"] = max(0, steps - 1)
-
-
-def _decay(draft: Draft, steps: Any, warm: Any) -> None:
-    """torchtitan's decay: over a part of the run, or from the warmup on."""
-    shape, ratio = draft.facts.get("decay_type"), draft.number("decay_ratio")
-    if shape is None:
-        return
-    if ratio is not None:
-        draft.put("schedule.name", "wsd", "decay_ratio")
-        left = steps - warm if isinstance(steps, int) and isinstance(warm, int) else math.inf
-        longest = ratio >= 1 or ratio * (steps or 1) > left
-        draft.put("schedule.decay", left if longest else float(ratio), "decay_ratio")
-        draft.put("schedule.decay_shape", shape, "decay_type")
-    elif shape == "sqrt" and isinstance(steps, int):
-        draft.put("schedule.name", "wsd", "decay_type")
-        draft.put("schedule.decay", max(0, steps - int(warm or 0)), "decay_type")
-        draft.put("schedule.decay_shape", shape, "decay_type")
-    else:
-        draft.put("schedule.name", shape, "decay_type")
-
-
 def _pauses(draft: Draft) -> None:
     facts = draft.facts
     pauses = (
@@ -304,8 +246,10 @@ def _pauses(draft: Draft) -> None:
         ("eval_strategy", "eval_steps", "evaluation.every"),
     )
     for *names, target in pauses:
-        strategy, every = facts.get(names[0]), draft.number(names[1])
-        word = str(strategy).lower()
+        word = str(facts.get(names[0])).lower()
+        if word == "steps" and names[1] == "eval_steps" and names[1] not in facts:
+            names[1] = "logging_steps"  # as the Trainer does
+        every = draft.number(names[1])
         if word == "epoch":
             draft.lose(names[0], f"{target} is in steps; the last step has one anyway")
         elif every and word in ("steps", "none") and every >= 1:
@@ -319,6 +263,11 @@ def _pauses(draft: Draft) -> None:
         draft.put("data.held_out", float(part), "held_out")
     elif part is not None:
         draft.lose("held_out", "data.held_out is a fraction of the documents")
+    elif facts.get("eval_strategy") == "no" or "evaluation.sets" in draft.values:
+        draft.put("data.held_out", 0.0, "eval_strategy")
+    elif "eval_strategy" in facts:
+        draft.assume("data.held_out", 0.05)
+        draft.notes["data.held_out"] = "the script evaluates on data of its own: give evaluation.sets"
     if draft.values.get("data.held_out") == 0 and "evaluation.sets" not in draft.values:
         draft.drop("evaluation.every")
     size = draft.number("validation_batch") or draft.values.get("strategy.micro_batch_size", 1)
@@ -371,6 +320,7 @@ def _trackers(draft: Draft) -> None:
 
 
 _FACT_STEPS: tuple[Callable[[Draft], None], ...] = (
+    _served,
     _model_facts,
     objectives,
     datasets,
@@ -384,8 +334,8 @@ _FACT_STEPS: tuple[Callable[[Draft], None], ...] = (
     _adapter_facts,
     devices,
     batch,
-    _length_facts,
-    _schedule_facts,
+    length,
+    schedule,
     _pauses,
     _best_checkpoint_facts,
     _trackers,

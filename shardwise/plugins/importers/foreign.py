@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
 
 from shardwise.core.errors import RecipeError, one_line
@@ -33,7 +34,8 @@ def read_foreign(path: Path) -> dict[str, Any]:
         raise RecipeError("cannot read the file", where=where, why=str(error.strerror).lower()) from None
     except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise RecipeError("not a YAML file", where=where + line, why=one_line(str(error.problem))) from None
+        what = "a key comes twice" if isinstance(error, DuplicateKeyError) else "not a YAML file"
+        raise RecipeError(what, where=where + line, why=one_line(str(error.problem))) from None
     except json.JSONDecodeError as error:
         raise RecipeError("not a JSON file", where=f"{where}:{error.lineno}", why=error.msg) from None
     except tomllib.TOMLDecodeError as error:
@@ -49,13 +51,22 @@ def read_foreign(path: Path) -> dict[str, Any]:
 
 def _parsed(suffix: str, text: str) -> Any:
     if suffix == ".json":
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     if suffix == ".toml":
         return tomllib.loads(text)
     yaml = YAML(typ="safe", pure=True)
     yaml.version = (1, 1)  # PyYAML's, with which the other trainers read: `no` is false
     with warnings.catch_warnings(action="ignore", category=MantissaNoDotYAML1_1Warning):  # 1e-4
         return yaml.load(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A section of JSON. Raises ValueError for a key that it has twice, as YAML and TOML do."""
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has twice the key {next(name for name in names if names.count(name) > 1)}")
+    return section
 
 
 def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -8,9 +8,9 @@ read.
 
 An entry of ``[map]`` has ``to``, a key of the recipe or an @fact that ``facts.py`` combines with others, or ``values``,
 which gives the keys and values for each value; ``else`` says why any other is lost, ``refuse`` why it is refused.
-``default`` is the value that the other trainer uses when the key is absent. ``unset`` lists values that say nothing.
-``enables`` names the section that the key turns on. ``overrules`` lists keys of the file that names this one, which the
-other trainer then ignores.
+``default`` is the value that the other trainer uses when the key is absent. ``unset`` lists values that say nothing;
+null is one, unless ``null`` has the value that it means. ``enables`` names the section that the key turns on.
+``overrules`` lists keys of the file that names this one, which the other trainer then ignores.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Mapped:
     refuse: str = ""
     default: Any = None
     unset: tuple[object, ...] = ()
+    null: Any = None
     enables: str = ""
     overrules: tuple[str, ...] = ()
 

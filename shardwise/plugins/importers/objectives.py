@@ -105,6 +105,7 @@ def objectives(draft: Draft) -> None:
     said = [fact for fact in draft.facts if fact.startswith("rl:") and draft.is_said(fact)]
     trainer = draft.facts.get("rl:trainer") or (_trl_trainer(draft, said) if draft.facts.get("trl") else None)
     if trainer is None:
+        draft.facts["trl_sft"] = draft.facts.get("trl")
         idle = ["rl:padding_free", *["rl:loss_type"] * bool(draft.facts.get("trl"))]  # which is nll
         for fact in said:
             if fact not in idle:

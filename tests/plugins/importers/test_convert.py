@@ -119,7 +119,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "adapter": {"rank": 32, "alpha": 16.0, "targets": ("q_proj", "v_proj"), "quantize": "nf4"},
         "data": {"train_on": "all", "format": "alpaca"},
         "optimizer": {"clip_norm": None, "learning_rate": 2e-4, "betas": (0.9, 0.95)},
-        "schedule": {"floor": 0.3},  # 6e-5 of 2e-4
+        "schedule": {"floor": 0.0},  # min_lr is of pretraining
     },
     "llamafactory_qlora.yaml": {
         "model": {"hf": "Qwen/Qwen3-8B"},

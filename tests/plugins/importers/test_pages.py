@@ -117,6 +117,7 @@ EXAMPLES: dict[str, list[Example | None]] = {
             {"evaluation.sets": {"held": "held.jsonl", "code": "me/code"}},
         ),
         (AXOLOTL | {"sample_packing": True, "sequence_len": 512}, {"data.packing": True, "data.sequence_length": 512}),
+        (AXOLOTL | {"excess_length_strategy": "truncate"}, {"data.too_long": "cut"}),
         (AXOLOTL | {"train_on_inputs": False}, {"data.train_on": "completion"}),
         (
             AXOLOTL
