@@ -185,14 +185,12 @@ class _Answer:
         token = choose_token(logits, self._ids, self.how, self._generator)
         self._left -= 1
         self._ids.append(token)
-        if token in self._ends and not self.how.past_end:
-            return token, Piece(self.place, self._writer.rest(), TEXT_END)
-        text = self._writer.push(token)
-        if self._writer.stopped:
-            return token, Piece(self.place, text, STOP_END)
-        if self._left == 0:
-            return token, Piece(self.place, text + self._writer.rest(), LENGTH_END)
-        return token, Piece(self.place, text)
+        ended = token in self._ends and not self.how.past_end
+        text = "" if ended else self._writer.push(token)
+        over = TEXT_END if ended else LENGTH_END if self._left == 0 else ""
+        if over and not self._writer.stopped:
+            text += self._writer.rest()
+        return token, Piece(self.place, text, STOP_END if self._writer.stopped else over)
 
 
 def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Piece]:
