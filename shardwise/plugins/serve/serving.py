@@ -10,6 +10,7 @@ Continuous batching, where a new request joins as soon as one leaves, would need
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from shardwise.core.errors import RecipeError, one_of
 from shardwise.core.paths import path_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.plugins.serve.adapters import open_adapter
-from shardwise.plugins.serve.decoding import Reader, reader_of
+from shardwise.plugins.serve.by_length import ByLength, limit_of_angles
+from shardwise.plugins.serve.decoding import Reader, Transformers, reader_of
 from shardwise.plugins.serve.detokenize import Writer
 from shardwise.plugins.serve.load import OWN_ADAPTER, OpenedModel, open_model, require_same_base
 from shardwise.plugins.serve.multi_lora import BASE, Bank
@@ -120,10 +122,17 @@ class ServedModel:
         vocab = self._opened.tokenizer.vocab
         try:
             for first in range(0, len(answers), batch):
-                reader = reader_of(self._opened.blueprint, self.model, self.bank, cached)
-                yield from _answer_batch(answers[first : first + batch], reader, vocab)
+                yield from _answer_batch(answers[first : first + batch], self._reader(cached), vocab)
         finally:
             self.bank.select(())
+
+    def _reader(self, cached: bool) -> Reader:
+        def reader() -> Reader:
+            return reader_of(self._opened.blueprint, self.model, self.bank, cached)
+
+        first = reader()
+        limit = limit_of_angles(self.model.config) if isinstance(first, Transformers) else None
+        return first if limit is None else ByLength(self.model, self.bank, limit, reader)
 
     def _answer(self, index: int, request: Request) -> _Answer:
         where = request.where or f"request {index + 1}"
@@ -171,14 +180,17 @@ class _Answer:
     @property
     def left(self) -> int:
         """Number of tokens before the context window must move."""
-        return self._left if self._context is None else min(self._left, self._context - len(self.read))
+        return min(self._left, self.room)
 
-    def move(self) -> bool:
-        """If the context is full, keep its last half; return whether it was full."""
-        if self._context is None or len(self.read) <= self._context:
-            return False
-        self._begin = len(self._ids) - max(1, self._context // 2)
-        return True
+    @property
+    def room(self) -> int:
+        """Number of tokens that the context window can still take."""
+        return sys.maxsize if self._context is None else self._context - len(self.read)
+
+    def move(self) -> None:
+        """If the context is full, keep its last half."""
+        if self._context is not None and len(self.read) > self._context:
+            self._begin = len(self._ids) - max(1, self._context // 2)
 
     def take(self, logits: torch.Tensor) -> tuple[int, Piece]:
         """Choose a token and append it."""
@@ -195,7 +207,7 @@ class _Answer:
 
 def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Piece]:
     """Answer one batch. Ids from ``vocab`` on are padding of the model's vocabulary and are never chosen."""
-    logits = _first_logits(answers, reader)
+    logits, room = _begun(answers, reader)
     while True:
         rows, left, tokens = logits[:, :vocab].float().cpu(), [], []
         for row, answer in enumerate(answers):
@@ -210,15 +222,21 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
         if len(left) < len(answers):
             answers = [answers[row] for row in left]
             reader.keep(left)
-        # A list, so that every answer moves: any() of a generator would stop at the first.
-        moved = [answer.move() for answer in answers]
-        logits = _first_logits(answers, reader) if any(moved) else _followed(reader, tokens)
+        if room > 0:
+            logits, room = _followed(reader, tokens), room - 1
+            continue
+        # Rows are as long as the longest text, and stay so when it has left: only reading again makes them shorter.
+        for answer in answers:
+            answer.move()
+        logits, room = _begun(answers, reader)
 
 
 @torch.no_grad()
-def _first_logits(answers: list[_Answer], reader: Reader) -> torch.Tensor:
-    texts = [answer.read for answer in answers]
-    return reader.begin(texts, [answer.adapter for answer in answers], max(a.left for a in answers))
+def _begun(answers: list[_Answer], reader: Reader) -> tuple[torch.Tensor, int]:
+    """The first logits, and the number of tokens that the context can take after the longest text."""
+    texts, room = [answer.read for answer in answers], min(answer.room for answer in answers)
+    more = min(room, max(answer.left for answer in answers))
+    return reader.begin(texts, [answer.adapter for answer in answers], more), room
 
 
 @torch.no_grad()
