@@ -76,3 +76,34 @@ def test_lengths_of_a_batch_on_both_sides_of_a_limit(kind: Any, tmp_path: Path) 
     assert served_model(model, tmp_path).complete(requests) == [
         greedy(model, text, count) for text, count in asked.items()
     ]
+
+
+def narrow_router() -> nn.Module:
+    """Its router's weight and bias stay in fp32."""
+    mixture = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    widths = {"moe_intermediate_size": 8, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "num_key_value_heads": 2, "topk_group": 1}
+    return loud(
+        transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(**DECODER | mixture | widths | heads)
+        )
+    )
+
+
+def scaled_embedding() -> nn.Module:
+    """Its scale is a buffer that no file has."""
+    config = transformers.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=8)
+    return loud(transformers.Gemma3ForCausalLM(config))
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [narrow_router, scaled_embedding])
+def test_logits_in_16_bits(kind: Any, precision: torch.dtype, tmp_path: Path) -> None:
+    """Bitwise equal: rotary frequencies stay in fp32, as does what transformers keeps so."""
+    kind().save_pretrained(tmp_path)
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[precision]
+    served = load_model(tmp_path, tokenizer="bytes", precision=name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=precision).eval()
+    ids = torch.arange(1, CONTEXT).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(served.model(ids).logits, theirs(ids).logits)

@@ -24,7 +24,7 @@ from shardwise.model.files.peft import CONFIG, TENSORS, write_adapter
 from shardwise.model.lora import LoraLinear, is_adapter
 from shardwise.model.native import NativeModel
 from shardwise.plugins.serve.decoding import Again, Native, Transformers, reader_of
-from shardwise.plugins.serve.load import OpenedModel, open_model
+from shardwise.plugins.serve.load import OpenedModel, meta_model, open_model
 from shardwise.plugins.serve.requests import Request, read_requests
 from shardwise.plugins.serve.samples import record_sample
 from shardwise.plugins.serve.sampling import Sampling
@@ -271,6 +271,16 @@ def test_texts_of_adapters_are_those_of_the_merged_models(place: Path) -> None:
             OpenedModel(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends)
         )
         assert [texts[key]] == alone.complete([Request("x" if key == (0, 1) else "def ", sampling=how)])
+
+
+def test_the_bias_of_a_router_is_not_rounded() -> None:
+    sizes = Dimensions(1, 24, 4, 2, 40, vocab=260, experts=4, router="sigmoid", router_bias=True)
+    model = meta_model(NativeModel(sizes), None, torch.bfloat16)
+    kinds = (
+        {tensor.dtype for _, tensor in model.named_buffers()},
+        {tensor.dtype for tensor in model.parameters()},
+    )
+    assert kinds == ({torch.float32}, {torch.bfloat16})
 
 
 # ---- models of transformers -------------------------------------------------------------------------------
