@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.core.errors import DataError, RecipeError, ShardwiseError
+from shardwise.core.errors import DataError, RecipeError
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
@@ -45,22 +45,21 @@ class Conversation:
         del self.turns[self._kept :]
 
     def say(self, text: str) -> Iterator[str]:
-        """The answer to the user's next turn, piece by piece. It becomes a turn when it has ended.
+        """The answer to the user's next turn, piece by piece. Both become turns when it has ended.
 
         Raises:
             DataError: the template rejects the chat.
             RecipeError: the turn alone is longer than the model's context.
         """
+        before, answer = list(self.turns), ""
         self.turns.append(Turn("user", text))
         try:
-            pieces = self._served.generate([Request(self.prompt(), self.adapter, self._sampling)])
-        except ShardwiseError:
-            self.turns.pop()
+            for piece in self._served.generate([Request(self.prompt(), self.adapter, self._sampling)]):
+                answer += piece.text
+                yield piece.text
+        except BaseException:  # also where the rest of the answer is not read
+            self.turns[:] = before
             raise
-        answer = ""
-        for piece in pieces:
-            answer += piece.text
-            yield piece.text
         self.turns.append(Turn("assistant", answer.strip()))
 
     def prompt(self) -> str:

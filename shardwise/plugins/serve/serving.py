@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.core.errors import RecipeError, one_of
+from shardwise.core.errors import NumericsError, RecipeError, one_of
 from shardwise.core.paths import path_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.plugins.serve.adapters import open_adapter
@@ -107,6 +107,7 @@ class ServedModel:
         Raises:
             RecipeError: an adapter is unknown, or a prompt is longer than the context.
             DataError: a prompt cannot be tokenized.
+            NumericsError: the logits are not finite, while the answers are iterated.
         """
         answers = [self._answer(index, request) for index, request in enumerate(requests)]
         return self._pieces(answers, batch, cached)
@@ -209,7 +210,7 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
     """Answer one batch. Ids from ``vocab`` on are padding of the model's vocabulary and are never chosen."""
     logits, room = _begun(answers, reader)
     while True:
-        rows, left, tokens = logits[:, :vocab].float().cpu(), [], []
+        rows, left, tokens = _finite(logits[:, :vocab].float().cpu()), [], []
         for row, answer in enumerate(answers):
             token, piece = answer.take(rows[row])
             if not piece.end:
@@ -229,6 +230,18 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
         for answer in answers:
             answer.move()
         logits, room = _begun(answers, reader)
+
+
+def _finite(rows: torch.Tensor) -> torch.Tensor:
+    """The logits. Raises NumericsError for NaN and for infinitely likely tokens."""
+    if bool((rows < torch.inf).all()):
+        return rows
+    raise NumericsError(
+        "the model's logits are not finite",
+        where="generate",
+        why="its activations exceed the range of the precision, or its weights are damaged",
+        fix="use fp32, or bf16 for a GPU",
+    )
 
 
 @torch.no_grad()
@@ -273,7 +286,7 @@ def serving_device(name: str) -> torch.device:
     """The device. Raises RecipeError if there is none of this name here."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).cpu()  # "meta" has no values
     except (RuntimeError, AssertionError) as error:
         raise RecipeError(f"no device {name!r}", where="device", why=str(error).splitlines()[0]) from error
     return device

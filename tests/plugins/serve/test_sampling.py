@@ -41,6 +41,13 @@ def test_top_p_takes_the_fewest_that_are_likely_enough(top_p: float, left: set[i
     assert drawn(logits, top_p=top_p) == left
 
 
+@pytest.mark.parametrize(
+    "how", [{"temperature": 1e-40}, {"temperature": 1e-320}, {"repetition_penalty": 1e-300}]
+)
+def test_extreme_options_choose_the_most_likely(how: dict[str, float]) -> None:
+    assert drawn([0.5, 1.0, 2.0], before=(2,), **how) == {2}
+
+
 def test_what_was_there_is_less_likely() -> None:
     logits = [2.0, 1.9, -1.0]
     assert drawn(logits, before=(0,), temperature=0.0) == {0}
@@ -68,6 +75,7 @@ def test_draws_are_the_seeds_shares() -> None:
         {"stop": ("",)},
         {"temperature": float("nan")},
         {"seed": 1.5},
+        {"seed": 1 << 64},
         {"past_end": "yes"},
     ],
     ids=str,
