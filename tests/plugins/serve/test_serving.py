@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,21 @@ def test_texts_of_adapters_are_those_of_the_merged_models(place: Path) -> None:
             OpenedModel(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends)
         )
         assert [texts[key]] == alone.complete([Request("x" if key == (0, 1) else "def ", sampling=how)])
+
+
+def test_threads_keep_their_adapters(place: Path) -> None:
+    opened = native()
+    folders, _ = three(opened, place)
+    served, how = ServedModel(opened, folders), Sampling(tokens=8, temperature=0.0, past_end=True)
+    requests = [Request("def ", name, how) for name in served.adapters]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        between = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            found = list(threads.map(lambda request: served.complete([request])[0], requests * 6))
+        finally:
+            sys.setswitchinterval(between)
+    assert found == served.complete(requests) * 6
 
 
 def test_the_bias_of_a_router_is_not_rounded() -> None:
