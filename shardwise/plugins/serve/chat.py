@@ -28,12 +28,13 @@ class Conversation:
     def __init__(
         self, served: ServedModel, sampling: Sampling, system: str = "", adapter: str | None = None
     ) -> None:
-        """Raises DataError if the tokenizer has no chat template."""
+        """Raises DataError if the tokenizer has no chat template, or if its template rejects a turn of the system."""
         self.adapter = adapter
         self.turns = [Turn("system", system)] if system else []
         self._kept = len(self.turns)
         self._served, self._sampling = served, sampling
         self._template = template_of(served.tokenizer)
+        self._template.opened([*self.turns, Turn("user", "Hi")], "the system's turn")
 
     def use(self, adapter: str) -> None:
         """Let another adapter answer from now on. Raises RecipeError if there is none of this name."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.cli.main import run
-from shardwise.core.errors import NumericsError, RecipeError
+from shardwise.core.errors import DataError, NumericsError, RecipeError
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.turns import Turn
 from shardwise.model.adapted import AdaptedModel
@@ -112,6 +112,16 @@ def test_a_turn_without_an_answer_changes_nothing(served: ServedModel) -> None:
     with pytest.raises(NumericsError, match="logits are not finite"):
         said(talk, "Go")
     assert talk.turns == before
+
+
+def test_a_system_turn_that_the_template_rejects(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    monkeypatch.setattr(served.tokenizer, "chat", ChatTemplate({"default": refusing}, {}))
+    Conversation(served, GREEDY)
+    with pytest.raises(DataError, match="no system"):
+        Conversation(served, GREEDY, system="Be.")
 
 
 def test_the_opening_is_that_of_transformers() -> None:
