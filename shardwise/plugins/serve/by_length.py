@@ -7,7 +7,7 @@ is read again: the keys in the cache were turned by the other frequencies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,9 +81,19 @@ class ByLength(Reader):
         return torch.cat(logits)[order.argsort()]
 
 
-def limit_of_angles(config: Any) -> int | None:
-    """The length of a text from which on all rotary angles are others; None if they do not depend on it."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+def batches_by_length(lengths: Sequence[int], size: int, model: nn.Module) -> Iterator[list[int]]:
+    """The indices of texts in batches, longest first; all texts of a batch have the angles that each has alone."""
+    limit, order = limit_of_angles(model), sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    longer = sum(limit is not None and length > limit for length in lengths)
+    for side in (order[:longer], order[longer:]):
+        yield from (side[first : first + size] for first in range(0, len(side), size))
+
+
+def limit_of_angles(model: nn.Module) -> int | None:
+    """The most tokens of a text before all rotary angles are others; None if they do not depend on its length."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer
     limits = [
         kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"

@@ -132,7 +132,7 @@ class ServedModel:
             return reader_of(self._opened.blueprint, self.model, self.bank, cached)
 
         first = reader()
-        limit = limit_of_angles(self.model.config) if isinstance(first, Transformers) else None
+        limit = limit_of_angles(self.model) if isinstance(first, Transformers) else None
         return first if limit is None else ByLength(self.model, self.bank, limit, reader)
 
     def _answer(self, index: int, request: Request) -> _Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.plugins.serve.decoding import Transformers, reader_of
+from shardwise.plugins.serve.evaluating import evaluate_text
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
 from shardwise.plugins.serve.serving import ServedModel, load_model
@@ -107,3 +109,15 @@ def test_logits_in_16_bits(kind: Any, precision: torch.dtype, tmp_path: Path) ->
     ids = torch.arange(1, CONTEXT).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(served.model(ids).logits, theirs(ids).logits)
+
+
+def test_losses_of_texts_on_both_sides_of_a_limit(tmp_path: Path) -> None:
+    """They do not depend on the batch."""
+    long_rope().save_pretrained(tmp_path / "model")
+    records = [{"prompt": "ab", "completion": "yz" * (2 + 2 * (n % 5))} for n in range(10)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    losses = [
+        evaluate_text(tmp_path / "model", str(tmp_path / "data.jsonl"), tokenizer="bytes", batch=batch).loss
+        for batch in (1, 8)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
