@@ -236,6 +236,7 @@ OTHERS_PRIVATE = {
     "_is_expert_parallel": "transformers: an experts module that holds some of the experts",
     "_is_hf_initialized": "transformers: documented for authors of models",
     "_no_split_modules": "transformers: the blocks of a model",
+    "_keep_in_fp32_modules_strict": "transformers: tensors that it never loads in 16 bits",
     "_attn_implementation": "transformers: which attention a model calls",
     "_ignore_bidirectional_mask_sdpa": "transformers: leaves out a mask without padding, for which it reads values",
 }

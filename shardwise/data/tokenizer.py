@@ -145,10 +145,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`. Raises DataError for a lone surrogate."""
-        try:
-            return list(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
+        return list(_utf8(text))
 
     def encode_spans(
         self, texts: Sequence[tuple[str, Sequence[TextSpan]]]
@@ -226,6 +223,9 @@ class BackendTokenizer(Tokenizer):
         return frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
+        """The tokens of `text`. Raises DataError for a lone surrogate."""
+        if not text.isascii():
+            _utf8(text)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_spans(
@@ -250,6 +250,13 @@ class BackendTokenizer(Tokenizer):
         # The fast method leaves out offsets, which plain text does not need.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
 
 
 def open_tokenizer(name: str, begin: str = "auto") -> Tokenizer:

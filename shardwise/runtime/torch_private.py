@@ -11,7 +11,7 @@ Modules that take long to import (DTensor, FSDP2, pipelining) are imported insid
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -80,11 +80,18 @@ def apply_to_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     return _apply_to_tensors(function, values)
 
 
-def cast_floats(module: nn.Module, dtype: torch.dtype) -> None:
-    """``module.to(dtype)`` that leaves complex tensors complex; the public cast discards their imaginary parts."""
+def cast_floats(module: nn.Module, dtype: torch.dtype, kept: Iterable[Tensor] = ()) -> None:
+    """``module.to(dtype)`` that leaves complex tensors complex; the public cast discards their imaginary parts.
+
+    Args:
+        kept: tensors that keep their dtype.
+    """
+    same = {id(tensor) for tensor in kept}
     complex_dtype = torch.promote_types(dtype, torch.float32).to_complex()
 
     def cast_one(tensor: Tensor) -> Tensor:
+        if id(tensor) in same:
+            return tensor
         if tensor.is_complex():
             return tensor.to(complex_dtype)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

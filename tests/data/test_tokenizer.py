@@ -47,9 +47,10 @@ def test_bytes() -> None:
     assert [p.tolist() for p in tokenizer.encode_pieces([b"ab", b""])] == [[97, 98], []]
 
 
-def test_bytes_refuse_what_is_not_text() -> None:
-    with pytest.raises(DataError):
-        open_tokenizer("bytes").encode("\ud83d")
+def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
+    for name in ("bytes", str(save(tmp_path / "t", ["<|endoftext|>"]))):
+        with pytest.raises(DataError, match="text is not Unicode"):
+            open_tokenizer(name).encode("a\ud83d")
 
 
 def test_spans_of_bytes() -> None:

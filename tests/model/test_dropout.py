@@ -20,8 +20,10 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
+from shardwise.verifier.reference import reference_model
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_tokenizer, write_words
+from tests.harness.families import save_tiny
 from tests.harness.pool import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -96,6 +98,17 @@ def test_nothing_is_said_without_dropout(tmp_path: Path) -> None:
     assert departures(folder, "bert") == ()
     (said,) = departures(folder, "bert", dropout=True)
     assert said == "model.dropout is true, and config.json asks for none: there is no dropout"
+
+
+def test_phi_moe_routes_in_training_as_in_inference(tmp_path: Path) -> None:
+    """Its noise is a threshold, too, which moves the weights of experts; in training it draws experts."""
+    save_tiny("phimoe", tmp_path, router_jitter_noise=0.3)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    blueprint = HuggingFaceModel(str(tmp_path), 16)
+    ours = reference_model(blueprint, 0, torch.float32).train()
+    assert blueprint.departures(16) == ()
+    ids = torch.arange(1, 17).unsqueeze(0)
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
 
 
 def test_leaving_out_layers_stays_off(tmp_path: Path) -> None:

@@ -232,8 +232,6 @@ LOST = {
 checkpoint to the adapter's names, and these match names that are not renamed."""
 REFUSED = {"nemotron_h": "'out_proj' is incompatible with Mamba-based models"}
 """A family in which PEFT refuses adapters of Mamba's ``out_proj``, also as a parameter."""
-WITHOUT_NOISE = {"phimoe": {"router_jitter_noise": 0.0}}
-"""The router's noise is off here, and PEFT's base has it: it also moves the weights of inference."""
 QUICK = {"jamba", "laguna", "nemotron_h", "phimoe"}
 """`make test-all` has all families."""
 
@@ -261,7 +259,7 @@ def test_every_mixtures_files_in_peft(family: str, tmp_path: Path) -> None:
     if family not in mixtures():
         assert family not in QUICK and family not in LOST
         return
-    save_tiny(family, tmp_path / "base", **WITHOUT_NOISE.get(family, {}))
+    save_tiny(family, tmp_path / "base")
     blueprint, model = adapted(tmp_path / "base", family, targets="all")
     tensors = {name: p.detach() for name, p in named_parameters(model) if p.requires_grad}
     write_adapter(tmp_path / "ours", tensors, blueprint.config(), None)

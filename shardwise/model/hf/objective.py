@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,9 @@ _LARGEST_PROBE = 100_000_000
 _DEPTH_KEYS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _MOVED = 1e-4
 """Of the largest change of a logit; rounding moves 1e-6."""
+
+_DRAWING = ("PhimoeTopKRouter",)
+"""Classes of routers that draw experts at random in training."""
 
 _verdicts: dict[tuple[str, str], bool | None] = {}
 """Result of the probe by config and objective."""
@@ -60,11 +64,19 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
         raise RecipeError("transformers does not build the model", where=where, why=why) from error
     if torch.get_default_device().type == "meta":
         _leave_the_host(made)
+    for module in made.modules():
+        if type(module).__name__ in _DRAWING:
+            module.train = MethodType(_as_evaluated, module)  # type: ignore[method-assign]
     if objective == "causal":
         for module in made.modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # no token is padding
     return made
+
+
+def _as_evaluated(module: nn.Module, mode: bool = True) -> nn.Module:
+    """``train`` of a router that draws experts in training: it always chooses as in inference."""
+    return nn.Module.train(module, False)
 
 
 def _leave_the_host(model: nn.Module) -> None:

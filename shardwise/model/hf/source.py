@@ -19,6 +19,8 @@ _OF_OTHER_HEADS = ("classif", "summary", "qa_")
 """Words in keys of dropout that only other heads than the language model's have."""
 _BEYOND_DROPOUT = ("layerdrop", "drop_path", "jitter")
 """Words in keys of other noise: ranks would run different layers, or send tokens to different experts."""
+_NO_NOISE = {("phimoe", "router_jitter_noise")}
+"""Also a threshold without noise. Its routers never draw experts (`objective.build_for`)."""
 _LARGEST_SIZES = {"vocab_size": 100_000_000, "num_hidden_layers": 10_000, "hidden_size": 10_000_000}
 """Sizes that every config has, and the largest that is believed."""
 
@@ -112,7 +114,8 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
     other: dict[str, float] = {}
     for part in _config_parts(config):
         for key, value in part.to_dict().items():
-            if not (isinstance(value, float) and value and ("drop" in key or "jitter" in key)):
+            named = "drop" in key or "jitter" in key
+            if not (isinstance(value, float) and value and named) or (part.model_type, key) in _NO_NOISE:
                 continue
             beyond = any(word in key for word in _BEYOND_DROPOUT)
             if not any(word in key for word in _OF_OTHER_HEADS):

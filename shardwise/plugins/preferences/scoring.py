@@ -19,6 +19,7 @@ from shardwise.data import Tokenizer, open_tokenizer
 from shardwise.exporter.export_run import open_run
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.hf import HuggingFaceModel, ScoringModel
+from shardwise.model.narrow import narrow
 from shardwise.model.scalar_head import values
 from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.runtime.parallel.shard_slices import named_parameters
@@ -117,7 +118,7 @@ def scores(model: RewardModel, texts: Sequence[str]) -> Tensor:
 
 def _empty_model(blueprint: Blueprint, dtype: torch.dtype, device: torch.device) -> nn.Module:
     with torch.device("meta"):
-        model = blueprint.build().to(dtype)
+        model = narrow(blueprint.build(), dtype)
     blueprint.compute_in(model, dtype)
     return model.to_empty(device=device).eval().requires_grad_(False)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.core.errors import DataError, RecipeError, ShardwiseError
+from shardwise.core.errors import DataError, RecipeError
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
@@ -28,12 +28,13 @@ class Conversation:
     def __init__(
         self, served: ServedModel, sampling: Sampling, system: str = "", adapter: str | None = None
     ) -> None:
-        """Raises DataError if the tokenizer has no chat template."""
+        """Raises DataError if the tokenizer has no chat template, or if its template rejects a turn of the system."""
         self.adapter = adapter
         self.turns = [Turn("system", system)] if system else []
         self._kept = len(self.turns)
         self._served, self._sampling = served, sampling
         self._template = template_of(served.tokenizer)
+        self._template.opened([*self.turns, Turn("user", "Hi")], "the system's turn")
 
     def use(self, adapter: str) -> None:
         """Let another adapter answer from now on. Raises RecipeError if there is none of this name."""
@@ -45,22 +46,21 @@ class Conversation:
         del self.turns[self._kept :]
 
     def say(self, text: str) -> Iterator[str]:
-        """The answer to the user's next turn, piece by piece. It becomes a turn when it has ended.
+        """The answer to the user's next turn, piece by piece. Both become turns when it has ended.
 
         Raises:
             DataError: the template rejects the chat.
             RecipeError: the turn alone is longer than the model's context.
         """
+        before, answer = list(self.turns), ""
         self.turns.append(Turn("user", text))
         try:
-            pieces = self._served.generate([Request(self.prompt(), self.adapter, self._sampling)])
-        except ShardwiseError:
-            self.turns.pop()
+            for piece in self._served.generate([Request(self.prompt(), self.adapter, self._sampling)]):
+                answer += piece.text
+                yield piece.text
+        except BaseException:  # also where the rest of the answer is not read
+            self.turns[:] = before
             raise
-        answer = ""
-        for piece in pieces:
-            answer += piece.text
-            yield piece.text
         self.turns.append(Turn("assistant", answer.strip()))
 
     def prompt(self) -> str:

@@ -84,11 +84,12 @@ class Again(Reader):
         self._length += count
 
     def _last(self, row: int) -> Tensor:
-        self.bank.select([self._adapters[row]])
         text = self._texts[row]
         padding = [0] * (self._length - len(text))  # at the end, where no token of the text attends to it
         ids = torch.tensor([text + padding], device=self.device)
-        return self._blueprint.logits(self.model, ids)[0, len(text) - 1]
+        with self.bank.lock:
+            self.bank.select([self._adapters[row]])
+            return self._blueprint.logits(self.model, ids)[0, len(text) - 1]
 
 
 class Cached(Reader):
@@ -114,9 +115,10 @@ class Cached(Reader):
         self._cache.advance(count)
 
     def _read(self, ids: Tensor) -> Tensor:
-        self.bank.select(self._adapters)
         positions = self._cache.expect(ids.shape[1], self.device)
-        logits = self._logits(ids, positions)
+        with self.bank.lock:
+            self.bank.select(self._adapters)
+            logits = self._logits(ids, positions)
         self._cache.advance(ids.shape[1])
         return logits[:, -1]
 

@@ -17,6 +17,7 @@ from shardwise.core.paths import path_of
 from shardwise.data import Batch
 from shardwise.data.batches import batch_of
 from shardwise.data.opening import open_splits
+from shardwise.plugins.serve.by_length import batches_by_length
 from shardwise.plugins.serve.load import OWN_ADAPTER, OpenedModel, open_model
 from shardwise.plugins.serve.multi_lora import BASE
 from shardwise.plugins.serve.serving import SERVED_DTYPES, ServedModel, serving_device
@@ -90,17 +91,16 @@ def perplexity(
     dataset = open_splits(spec, opened.tokenizer, default_root()).train
     count = min(len(dataset), options.sequences or len(dataset))
     lengths = [dataset.filled(sample) or length for sample in range(count)]
-    order = sorted(range(count), key=lambda sample: -lengths[sample])  # sequences of a batch have one length
     served.bank.select([chosen_adapter(opened, options)] * options.batch)
-    device, total, targets = next(opened.model.parameters()).device, 0.0, 0
-    for first in range(0, count, options.batch):
-        rows: list[int | None] = [*order[first : first + options.batch]]
-        longest = lengths[order[first]]
-        rows += [None] * (options.batch - len(rows))
+    device, total, targets, done = next(opened.model.parameters()).device, 0.0, 0, 0
+    for samples in batches_by_length(lengths, options.batch, opened.model):
+        longest = lengths[samples[0]]
+        rows = [*samples, *[None] * (options.batch - len(samples))]
         batch = {name: tensor[:, :longest].to(device) for name, tensor in batch_of(dataset, rows).items()}
         loss, valid = _batch_loss(opened, batch)
         total, targets = total + loss, targets + valid
-        progress(min(first + options.batch, count), count)
+        done += len(samples)
+        progress(done, count)
     return Perplexity(total / max(1, targets), targets, count, max(lengths, default=0), sum(lengths))
 
 

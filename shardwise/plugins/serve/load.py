@@ -26,6 +26,7 @@ from shardwise.model.adapted import shapes_of
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.filling import fill_packed, without_adapters
 from shardwise.model.lora import adapt, is_adapter
+from shardwise.model.narrow import narrow
 from shardwise.model.open import base_of, with_head
 from shardwise.plugins.serve.adapters import ServedAdapter, adapter_of
 from shardwise.recipe.data_sections import brings_tokenizer
@@ -133,7 +134,7 @@ def meta_model(blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtyp
         if quantize != "none" or packings:
             frozen = (spec or AdapterSpec()).model_copy(update={"targets": (), "quantize": quantize})
             adapt(model, blueprint.blocks(model), frozen, packings)
-    return model.to(dtype).eval().requires_grad_(False)
+    return narrow(model, dtype).eval().requires_grad_(False)
 
 
 def allocated(model: nn.Module, device: torch.device) -> nn.Module:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from threading import RLock
 from typing import Any, cast
 
 import torch
@@ -38,7 +39,10 @@ BASE = "base"
 
 
 class Bank:
-    """Named adapters on a model. ``select`` assigns them to the rows of the next batch."""
+    """Named adapters on a model. ``select`` assigns them to the rows of the next batch.
+
+    A thread that selects and then calls the model holds ``lock`` over both.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, adapters: Sequence[ServedAdapter] = ()) -> None:
         """``dtype`` is the compute dtype, which quantized weights do not show.
@@ -49,6 +53,7 @@ class Bank:
         """
         self.names: list[str] = []
         self.has_base = True
+        self.lock = RLock()
         self._model, self._dtype = model, dtype
         self._layers: dict[str, _Layer] = {}
         self._groups: dict[tuple[str, ...], _AdapterGroup] = {}
@@ -102,13 +107,14 @@ class Bank:
 
         Does nothing if the assignment is the same. Raises RecipeError for an unknown name.
         """
-        if tuple(names) == self._selected:
-            return 0
-        for name in names:
-            self.require(name)
-        self._selected = tuple(names)
-        device = next(self._model.parameters()).device
-        return sum(group.select(names, device) for group in self._groups.values())
+        with self.lock:
+            if tuple(names) == self._selected:
+                return 0
+            for name in names:
+                self.require(name)
+            self._selected = tuple(names)
+            device = next(self._model.parameters()).device
+            return sum(group.select(names, device) for group in self._groups.values())
 
     def require(self, name: str, where: str = "") -> None:
         """Raise RecipeError for an unknown name."""

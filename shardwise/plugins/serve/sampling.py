@@ -32,7 +32,7 @@ class Sampling:
             (Keskar et al. 2019).
         stop: stop texts; the answer ends before the first of them.
         past_end: continue after a token that ends an answer.
-        seed: seed of the generator.
+        seed: seed of the generator, of 64 bits.
 
     Raises:
         RecipeError: a value is out of range.
@@ -52,8 +52,11 @@ class Sampling:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in whole and not (name == "top_k" and value is None):
-                good = type(value) is int and value >= whole[name]
-                _require_option(good, name, value, f"a whole number of at least {whole[name]}")
+                good = (
+                    type(value) is int and value >= whole[name] and not (name == "seed" and value >= 1 << 64)
+                )
+                below = " and below 2^64" if name == "seed" else ""
+                _require_option(good, name, value, f"a whole number of at least {whole[name]}{below}")
         _require_option(_in_range(self.temperature, 0, 1e6), "temperature", self.temperature, "from 0 to 1e6")
         _require_option(
             _in_range(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1"
@@ -77,6 +80,9 @@ def _require_option(good: bool, name: str, value: object, wanted: str) -> None:
         raise RecipeError(f"{name} is {value!r}", where=name, fix=f"use {wanted}")
 
 
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
 def choose_token(logits: Tensor, before: Sequence[int], how: Sampling, generator: torch.Generator) -> int:
     """Choose a token id from the logits [vocab] of the last position, on the CPU; ``before`` are the ids so far."""
     scores = logits.float()
@@ -84,10 +90,11 @@ def choose_token(logits: Tensor, before: Sequence[int], how: Sampling, generator
         seen = torch.tensor(sorted({token for token in before if token < scores.numel()}), dtype=torch.int64)
         old = scores[seen]
         penalty = how.repetition_penalty
-        scores = scores.index_copy(0, seen, torch.where(old > 0, old / penalty, old * penalty))
+        penalised = torch.where(old > 0, old / penalty, old * penalty).clamp(-_LARGEST, _LARGEST)
+        scores = scores.index_copy(0, seen, penalised)
     if how.temperature == 0:
         return int(scores.argmax())
-    scores = scores / how.temperature
+    scores = (scores - scores.max()) / max(how.temperature, _SMALLEST)  # the largest is 0 at any temperature
     if how.top_k is not None and how.top_k < scores.numel():
         scores = scores.masked_fill(scores < scores.topk(how.top_k).values[-1], -torch.inf)
     shares = scores.softmax(0)

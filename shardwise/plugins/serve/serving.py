@@ -10,6 +10,7 @@ Continuous batching, where a new request joins as soon as one leaves, would need
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.core.errors import RecipeError, one_of
+from shardwise.core.errors import NumericsError, RecipeError, one_of
 from shardwise.core.paths import path_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.plugins.serve.adapters import open_adapter
-from shardwise.plugins.serve.decoding import Reader, reader_of
+from shardwise.plugins.serve.by_length import ByLength, limit_of_angles
+from shardwise.plugins.serve.decoding import Reader, Transformers, reader_of
 from shardwise.plugins.serve.detokenize import Writer
 from shardwise.plugins.serve.load import OWN_ADAPTER, OpenedModel, open_model, require_same_base
 from shardwise.plugins.serve.multi_lora import BASE, Bank
@@ -105,6 +107,7 @@ class ServedModel:
         Raises:
             RecipeError: an adapter is unknown, or a prompt is longer than the context.
             DataError: a prompt cannot be tokenized.
+            NumericsError: the logits are not finite, while the answers are iterated.
         """
         answers = [self._answer(index, request) for index, request in enumerate(requests)]
         return self._pieces(answers, batch, cached)
@@ -120,10 +123,17 @@ class ServedModel:
         vocab = self._opened.tokenizer.vocab
         try:
             for first in range(0, len(answers), batch):
-                reader = reader_of(self._opened.blueprint, self.model, self.bank, cached)
-                yield from _answer_batch(answers[first : first + batch], reader, vocab)
+                yield from _answer_batch(answers[first : first + batch], self._reader(cached), vocab)
         finally:
             self.bank.select(())
+
+    def _reader(self, cached: bool) -> Reader:
+        def reader() -> Reader:
+            return reader_of(self._opened.blueprint, self.model, self.bank, cached)
+
+        first = reader()
+        limit = limit_of_angles(self.model) if isinstance(first, Transformers) else None
+        return first if limit is None else ByLength(self.model, self.bank, limit, reader)
 
     def _answer(self, index: int, request: Request) -> _Answer:
         where = request.where or f"request {index + 1}"
@@ -171,35 +181,36 @@ class _Answer:
     @property
     def left(self) -> int:
         """Number of tokens before the context window must move."""
-        return self._left if self._context is None else min(self._left, self._context - len(self.read))
+        return min(self._left, self.room)
 
-    def move(self) -> bool:
-        """If the context is full, keep its last half; return whether it was full."""
-        if self._context is None or len(self.read) <= self._context:
-            return False
-        self._begin = len(self._ids) - max(1, self._context // 2)
-        return True
+    @property
+    def room(self) -> int:
+        """Number of tokens that the context window can still take."""
+        return sys.maxsize if self._context is None else self._context - len(self.read)
+
+    def move(self) -> None:
+        """If the context is full, keep its last half."""
+        if self._context is not None and len(self.read) > self._context:
+            self._begin = len(self._ids) - max(1, self._context // 2)
 
     def take(self, logits: torch.Tensor) -> tuple[int, Piece]:
         """Choose a token and append it."""
         token = choose_token(logits, self._ids, self.how, self._generator)
         self._left -= 1
         self._ids.append(token)
-        if token in self._ends and not self.how.past_end:
-            return token, Piece(self.place, self._writer.rest(), TEXT_END)
-        text = self._writer.push(token)
-        if self._writer.stopped:
-            return token, Piece(self.place, text, STOP_END)
-        if self._left == 0:
-            return token, Piece(self.place, text + self._writer.rest(), LENGTH_END)
-        return token, Piece(self.place, text)
+        ended = token in self._ends and not self.how.past_end
+        text = "" if ended else self._writer.push(token)
+        over = TEXT_END if ended else LENGTH_END if self._left == 0 else ""
+        if over and not self._writer.stopped:
+            text += self._writer.rest()
+        return token, Piece(self.place, text, STOP_END if self._writer.stopped else over)
 
 
 def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Piece]:
     """Answer one batch. Ids from ``vocab`` on are padding of the model's vocabulary and are never chosen."""
-    logits = _first_logits(answers, reader)
+    logits, room = _begun(answers, reader)
     while True:
-        rows, left, tokens = logits[:, :vocab].float().cpu(), [], []
+        rows, left, tokens = _finite(logits[:, :vocab].float().cpu()), [], []
         for row, answer in enumerate(answers):
             token, piece = answer.take(rows[row])
             if not piece.end:
@@ -212,15 +223,33 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
         if len(left) < len(answers):
             answers = [answers[row] for row in left]
             reader.keep(left)
-        # A list, so that every answer moves: any() of a generator would stop at the first.
-        moved = [answer.move() for answer in answers]
-        logits = _first_logits(answers, reader) if any(moved) else _followed(reader, tokens)
+        if room > 0:
+            logits, room = _followed(reader, tokens), room - 1
+            continue
+        # Rows are as long as the longest text, and stay so when it has left: only reading again makes them shorter.
+        for answer in answers:
+            answer.move()
+        logits, room = _begun(answers, reader)
+
+
+def _finite(rows: torch.Tensor) -> torch.Tensor:
+    """The logits. Raises NumericsError for NaN and for infinitely likely tokens."""
+    if bool((rows < torch.inf).all()):
+        return rows
+    raise NumericsError(
+        "the model's logits are not finite",
+        where="generate",
+        why="its activations exceed the range of the precision, or its weights are damaged",
+        fix="use fp32, or bf16 for a GPU",
+    )
 
 
 @torch.no_grad()
-def _first_logits(answers: list[_Answer], reader: Reader) -> torch.Tensor:
-    texts = [answer.read for answer in answers]
-    return reader.begin(texts, [answer.adapter for answer in answers], max(a.left for a in answers))
+def _begun(answers: list[_Answer], reader: Reader) -> tuple[torch.Tensor, int]:
+    """The first logits, and the number of tokens that the context can take after the longest text."""
+    texts, room = [answer.read for answer in answers], min(answer.room for answer in answers)
+    more = min(room, max(answer.left for answer in answers))
+    return reader.begin(texts, [answer.adapter for answer in answers], more), room
 
 
 @torch.no_grad()
@@ -257,7 +286,7 @@ def serving_device(name: str) -> torch.device:
     """The device. Raises RecipeError if there is none of this name here."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).cpu()  # "meta" has no values
     except (RuntimeError, AssertionError) as error:
         raise RecipeError(f"no device {name!r}", where="device", why=str(error).splitlines()[0]) from error
     return device

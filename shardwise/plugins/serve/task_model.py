@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.data.formats import Chat
 from shardwise.data.turns import Turn
+from shardwise.plugins.serve.by_length import batches_by_length
 from shardwise.plugins.serve.chat import template_of
 from shardwise.plugins.serve.load import OpenedModel
 from shardwise.plugins.serve.requests import Request
@@ -97,10 +98,11 @@ class TaskModel(TemplateLM):
     @torch.no_grad()
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
         """Each pair of a context and its continuation, in batches of similar length."""
-        order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
+        lengths = [
+            min(len(before) + len(after) - 1, self._length) for before, after in pairs
+        ]  # that are read
         scores: dict[int, Scored] = {}
-        for first in range(0, len(order), self._batch):
-            taken = order[first : first + self._batch]
+        for taken in batches_by_length(lengths, self._batch, self._opened.model):
             scores.update(zip(taken, self._batch_scores([pairs[index] for index in taken]), strict=True))
         return [scores[index] for index in range(len(pairs))]
 

@@ -60,13 +60,12 @@ OTHER_INPUTS = {"falcon_mamba", "jamba"}
 """Families that call a layer only if it is quantized, so that it has 8-bit inputs there alone."""
 TOLERANCE = {"recurrent_gemma": 1e-3}
 """A family whose logits move with the order of sums."""
-CONFIG: dict[str, dict[str, Any]] = {"phimoe": {"router_jitter_noise": 0.0}}
 
 
 def quantized(family: str, scheme: str, folder: Path, method: str = "rtn") -> Quantized:
     """A random model in ``base``, quantized into ``out``."""
     if not (folder / "base").exists():
-        saved_model(folder / "base", family, vocab_size=256, **CONFIG.get(family, {}))
+        saved_model(folder / "base", family, vocab_size=256)
         write_words(folder / "words.txt", 2000)
     names = {"calibrate": str(folder / "words.txt"), "tokenizer": "bytes", "sequences": 4, "length": LENGTH}
     with unpredicted():

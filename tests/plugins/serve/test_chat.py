@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.cli.main import run
+from shardwise.core.errors import DataError, NumericsError, RecipeError
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.turns import Turn
 from shardwise.model.adapted import AdaptedModel
@@ -92,6 +93,35 @@ def test_the_oldest_exchange_leaves_the_context(served: ServedModel) -> None:
     )
     with pytest.raises(Exception, match="longer than the model's context"):
         said(Conversation(served, GREEDY), "z" * 100)
+
+
+def test_a_turn_without_an_answer_changes_nothing(served: ServedModel) -> None:
+    """Refused, broken off, or failed while it was generated."""
+    talk = Conversation(served, GREEDY, system="Be.")
+    said(talk, "Hi")
+    before = list(talk.turns)
+    with pytest.raises(RecipeError, match="longer than the model's context"):
+        said(talk, "z" * 100)
+    assert talk.turns == before
+    answer = talk.say("Go")
+    next(answer)
+    answer.close()
+    assert talk.turns == before
+    with torch.no_grad():
+        next(served.model.parameters()).fill_(torch.nan)
+    with pytest.raises(NumericsError, match="logits are not finite"):
+        said(talk, "Go")
+    assert talk.turns == before
+
+
+def test_a_system_turn_that_the_template_rejects(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    monkeypatch.setattr(served.tokenizer, "chat", ChatTemplate({"default": refusing}, {}))
+    Conversation(served, GREEDY)
+    with pytest.raises(DataError, match="no system"):
+        Conversation(served, GREEDY, system="Be.")
 
 
 def test_the_opening_is_that_of_transformers() -> None:

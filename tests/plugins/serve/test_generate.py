@@ -113,6 +113,8 @@ CASES: list[tuple[list[str], str, int, str]] = [
     (["--requests", "{}/r"], '{"text": ""}', 3, "no prompt"),
     (["--requests", "{}/r"], '{"prompt": "", "temprature": 1}', 3, "temprature"),
     (["--requests", "{}/r"], '{"prompt": "", "top_k": -1}', 3, "r:1"),
+    (["--requests", "{}/r"], '{"prompt": "\\ud800"}', 3, "text is not Unicode"),
+    (["--device", "meta"], "", 2, "no device 'meta'"),
     (["--requests", "{}/r"], '{"prompt": "", "adapter": "who"}', 2, "no adapter is named 'who'"),
 ]
 
@@ -128,8 +130,9 @@ def test_one_line_and_the_right_code(
         (folder / "cut" / path.name).write_bytes(short)
     given = [word.replace("{}", str(folder)) for word in words]
     assert run(["generate", str(folder / "base"), *GREEDY, *given]) == code
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and message in said[0] and len(said[0]) <= 300
+    shown = capfd.readouterr()
+    said = shown.err.splitlines()
+    assert len(said) == 1 and message in said[0] and len(said[0]) <= 300 and not shown.out
 
 
 def test_a_model_without_a_tokenizer(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from shardwise.core.errors import RecipeError
-from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.data.tokenizer import BackendTokenizer, ByteTokenizer
 from shardwise.plugins.serve.detokenize import Writer
 from shardwise.plugins.serve.sampling import Sampling, choose_token
 
@@ -40,6 +41,13 @@ def test_top_p_takes_the_fewest_that_are_likely_enough(top_p: float, left: set[i
     assert drawn(logits, top_p=top_p) == left
 
 
+@pytest.mark.parametrize(
+    "how", [{"temperature": 1e-40}, {"temperature": 1e-320}, {"repetition_penalty": 1e-300}]
+)
+def test_extreme_options_choose_the_most_likely(how: dict[str, float]) -> None:
+    assert drawn([0.5, 1.0, 2.0], before=(2,), **how) == {2}
+
+
 def test_what_was_there_is_less_likely() -> None:
     logits = [2.0, 1.9, -1.0]
     assert drawn(logits, before=(0,), temperature=0.0) == {0}
@@ -67,6 +75,7 @@ def test_draws_are_the_seeds_shares() -> None:
         {"stop": ("",)},
         {"temperature": float("nan")},
         {"seed": 1.5},
+        {"seed": 1 << 64},
         {"past_end": "yes"},
     ],
     ids=str,
@@ -98,6 +107,47 @@ def test_bytes_that_are_no_text_do_not_hold_it_up() -> None:
     writer = Writer(tokenizer, [], ())
     text = "".join(writer.push(token) for token in [0x80] * 40 + list(b"ok"))
     assert text.endswith("ok") and "\ufffd" in text
+
+
+def falling_back_to_bytes() -> BackendTokenizer:
+    """A tokenizer as Llama 2's: a character without a token is its bytes, and `▁` a space, not at the beginning."""
+    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b"]
+    backend = Tokenizer(
+        models.BPE(
+            {name: number for number, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    backend.add_special_tokens(["</s>"])
+    return BackendTokenizer("tiny", backend, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("字字字字", "好a"),  # the last tokens of the prompt begin in the middle of a character
+        ("字", "好</s>好 a"),
+        ("a b</s></s></s></s></s></s></s></s>", " a"),  # they have no text
+        ("a", " a</s> b"),
+    ],
+)
+def test_text_follows_as_in_the_whole(prompt: str, text: str) -> None:
+    tokenizer = falling_back_to_bytes()
+    before, after = tokenizer.encode(prompt), tokenizer.encode(text)
+    writer = Writer(tokenizer, before, ())
+    assert (
+        "".join(writer.push(token) for token in after)
+        == tokenizer.decode(before + after)[len(tokenizer.decode(before)) :]
+    )
+
+
+def test_text_before_an_incomplete_character_is_not_lost() -> None:
+    backend = Tokenizer(models.BPE({"ok": 0, "Ġä½": 1, "</s>": 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    writer = Writer(BackendTokenizer("tiny", backend, 2), [0], ())
+    assert [writer.push(0), writer.push(1), writer.rest(), writer.rest()] == ["ok", "", " ", ""]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from shardwise.model.files.peft import CONFIG, TENSORS, write_adapter
 from shardwise.model.lora import LoraLinear, is_adapter
 from shardwise.model.native import NativeModel
 from shardwise.plugins.serve.decoding import Again, Native, Transformers, reader_of
-from shardwise.plugins.serve.load import OpenedModel, open_model
+from shardwise.plugins.serve.load import OpenedModel, meta_model, open_model
 from shardwise.plugins.serve.requests import Request, read_requests
 from shardwise.plugins.serve.samples import record_sample
 from shardwise.plugins.serve.sampling import Sampling
@@ -271,6 +273,31 @@ def test_texts_of_adapters_are_those_of_the_merged_models(place: Path) -> None:
             OpenedModel(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends)
         )
         assert [texts[key]] == alone.complete([Request("x" if key == (0, 1) else "def ", sampling=how)])
+
+
+def test_threads_keep_their_adapters(place: Path) -> None:
+    opened = native()
+    folders, _ = three(opened, place)
+    served, how = ServedModel(opened, folders), Sampling(tokens=8, temperature=0.0, past_end=True)
+    requests = [Request("def ", name, how) for name in served.adapters]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        between = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            found = list(threads.map(lambda request: served.complete([request])[0], requests * 6))
+        finally:
+            sys.setswitchinterval(between)
+    assert found == served.complete(requests) * 6
+
+
+def test_the_bias_of_a_router_is_not_rounded() -> None:
+    sizes = Dimensions(1, 24, 4, 2, 40, vocab=260, experts=4, router="sigmoid", router_bias=True)
+    model = meta_model(NativeModel(sizes), None, torch.bfloat16)
+    kinds = (
+        {tensor.dtype for _, tensor in model.named_buffers()},
+        {tensor.dtype for tensor in model.parameters()},
+    )
+    assert kinds == ({torch.float32}, {torch.bfloat16})
 
 
 # ---- models of transformers -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import typer
 from shardwise.cli.common import ModelFolder
 from shardwise.cli.spinner import working
 from shardwise.cli.terminal_output import while_read
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import DataError, RecipeError
 from shardwise.hardware.kinds import HOST, accelerator_here
 from shardwise.plugins.serve.commands.generate import named_adapters
 
@@ -82,6 +82,6 @@ def _answer_line(conversation: Conversation, served: ServedModel, line: str) -> 
         if (said := obeyed(conversation, served, line)) is None:
             return False
         typer.echo(said)
-    except RecipeError as error:
+    except (DataError, RecipeError) as error:
         typer.echo(error.line(), err=True)
     return True

@@ -162,8 +162,9 @@ def _adapter_name(folder: Path) -> str:
 
 
 def _stream(served: ServedModel, wanted: list[Request], asked: str) -> None:
+    pieces = served.generate(wanted)  # refuses what it cannot answer before anything is written
     typer.echo(asked, nl=False)
-    for piece in while_read(served.generate(wanted)):
+    for piece in while_read(pieces):
         typer.echo(piece.text, nl=False)
     typer.echo()
 
