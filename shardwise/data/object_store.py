@@ -9,6 +9,7 @@ A file is known by its size and its entity tag or time of change, so a changed s
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
 from shardwise.data.source import Source, SourcePosition, after
 
 _CHANGE_KEYS = (
@@ -33,6 +34,8 @@ _CHANGE_KEYS = (
     "created",
 )
 """Names under which file systems say that a file has changed, most reliable first."""
+
+_GLOB = re.compile(r"[*?\[]")
 
 
 class ObjectStore(Source):
@@ -82,10 +85,20 @@ class ObjectStore(Source):
             records.close()  # type: ignore[attr-defined]
 
     def _listed(self, location: str) -> list[str]:
-        if any(sign in location for sign in "*?["):
-            return [path for path in self._system.glob(location) if is_data_file(Path(path))]
+        """The files, as those of a local folder or glob: nothing hidden, and every match of a glob."""
+        if _GLOB.search(location):
+            found = self._system.glob(location, detail=True)
+            paths = [path for path, info in found.items() if info["type"] != "directory"]
+            before = _GLOB.split(location)[0].rpartition("/")[0]
+            paths = [path for path in paths if "/." in location or not _is_hidden(path, before)]
+            for path in paths:
+                if not is_data_file(Path(path)):
+                    why = f"its name ends in none of {', '.join(SUFFIXES)}"
+                    raise DataError("not a data file", where=path, why=why, fix="narrow data.source")
+            return paths
         if self._system.isdir(location):
-            return [path for path in self._system.find(location) if is_data_file(Path(path), named=False)]
+            paths = [path for path in self._system.find(location) if not _is_hidden(path, location)]
+            return [path for path in paths if is_data_file(Path(path), named=False)]
         self._system.info(location)  # raises FileNotFoundError
         return [location]
 
@@ -132,6 +145,11 @@ def _file_system(name: str) -> tuple[Any, str]:
         raise DataError("cannot read a URL", where=name, why=why, fix=fix) from None
     system, location = url_to_fs(name)
     return system, location
+
+
+def _is_hidden(path: str, folder: str) -> bool:
+    """Whether a name below the folder begins with a dot."""
+    return "/." in "/" + path.removeprefix(folder).lstrip("/")
 
 
 def _state(info: dict[str, Any], path: str) -> list[str]:

@@ -207,7 +207,7 @@ class StreamedText(TokenDataset):
                 outputs.append(tokens.astype(dtype, copy=False), np.array([(end, text_hash)], dtype=DOCUMENT))
 
             for document in self._documents(cursor):
-                if document.hash < int(self._held_out * 2.0**64):  # as in `text.split`
+                if self._holds_out(document):
                     held_out += [document] if is_first and document.epoch == 0 else []
                     continue
                 taken = document.tokens[skip : skip + missing]
@@ -246,18 +246,27 @@ class StreamedText(TokenDataset):
         """The documents from a cursor on, without end: after the last one comes the first."""
         epoch, position = cursor.epoch, cursor.place
         while True:
-            empty = True
+            empty, trained = True, False
             for document in self._one_pass(epoch, position):
-                empty = False
+                empty, trained = False, trained or not self._holds_out(document)
                 yield document
-            if empty and position is None:  # another pass would find none either
+            if not trained and position is None:  # another pass would find none either
+                why = (
+                    "are empty"
+                    if empty
+                    else f"are held out: {format_percent(self._held_out, 1)} of them shall be"
+                )
                 raise DataError(
-                    "no text in the data source",
+                    "no text in the data source" if empty else "no text to train on in the data source",
                     where=self._source.name,
-                    why="all its documents are empty",
-                    fix="check data.source",
+                    why=f"all its documents {why}",
+                    fix="check data.source" if empty else "lower data.held_out, or give more documents",
                 )
             epoch, position = epoch + 1, None
+
+    def _holds_out(self, document: _Document) -> bool:
+        """As `text.split_text`."""
+        return document.hash < int(self._held_out * 2.0**64)
 
     def _one_pass(self, epoch: int, position: SourcePosition) -> Iterator[_Document]:
         """The documents of one pass that are not empty, tokenized some MiB at a time."""

@@ -54,6 +54,20 @@ def test_what_changes_is_read_again(store: Any) -> None:
     assert open_source("memory://bucket", "text").identity() != before
 
 
+def test_hidden_files_are_left_out_as_of_a_local_folder(store: Any) -> None:
+    for name in (".hidden.jsonl", ".ipynb_checkpoints/a.jsonl"):
+        store.pipe(f"/bucket/{name}", b'{"text": "hidden"}\n')
+    for pattern in ("", "/*.jsonl", "/**/*.jsonl*"):
+        assert "hidden" not in texts(f"memory://bucket{pattern}")
+    assert texts("memory://bucket/.*/*.jsonl") == ["hidden"]
+
+
+@pytest.mark.usefixtures("store")
+def test_every_match_of_a_glob_must_be_readable_as_of_a_local_one() -> None:
+    with pytest.raises(DataError, match=r"not a data file \(/bucket/README.bin"):
+        texts("memory://bucket/*")
+
+
 def test_local_files_through_a_url_are_the_same_documents(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("words " * 50, encoding="utf-8")
     through, plain = (open_source(name, "text") for name in (f"file://{tmp_path}", str(tmp_path)))
