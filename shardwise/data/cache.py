@@ -257,6 +257,7 @@ class _Writer:
         begin = tokenizer.begin
         self._begin = None if begin is None else np.array([begin], dtype=self._dtype)
         self._start = 0  # of the current document
+        self._last = -1  # the last token of it
         self._text = xxhash.xxh3_64()
 
     def write(self, pieces: list[TextPiece]) -> None:
@@ -265,17 +266,20 @@ class _Writer:
         encoded = self._tokenizer.encode_pieces([piece.data for piece in pieces])
         for piece, piece_tokens in zip(pieces, encoded, strict=True):
             # Empty documents get neither token, so BOS waits for the first piece that has tokens.
-            if self._begin is not None and self.tokens == self._start and len(piece_tokens):
+            begins = self.tokens == self._start and len(piece_tokens)
+            if self._begin is not None and begins and piece_tokens[0] != self._begin:
                 tokens.append(self._begin)
                 self.tokens += 1
             tokens.append(piece_tokens)
             self.tokens += len(piece_tokens)
+            self._last = int(piece_tokens[-1]) if len(piece_tokens) else self._last
             self._text.update(piece.data)
             if not piece.ends:
                 continue
             if self.tokens > self._start:
-                tokens.append(self._separator)
-                self.tokens += 1
+                if self._last != self._separator:
+                    tokens.append(self._separator)
+                    self.tokens += 1
                 records.append((self.tokens, self._text.intdigest()))
             else:
                 self.empty_documents += 1

@@ -283,7 +283,10 @@ class StreamedText(TokenDataset):
                 if not piece.ends:
                     continue
                 if parts:
-                    whole = np.concatenate([*begin, *parts, separator])
+                    begins, ends = parts[0][0] == tokenizer.begin, parts[-1][-1] == tokenizer.separator
+                    whole = np.concatenate(
+                        [*([] if begins else begin), *parts, *([] if ends else [separator])]
+                    )
                     yield _Document(epoch, position, whole, text.intdigest())
                 parts, position = [], behind
                 text.reset()

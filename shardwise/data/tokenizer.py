@@ -11,8 +11,8 @@ theirs converted first.
 
 A document begins with a beginning-of-sequence token where the tokenizer itself adds one (``data.begin: auto``): if its
 post-processor does, or ``add_bos_token`` in ``tokenizer_config.json`` says so. Llama 3, Gemma and Mistral were trained
-so. ``none`` adds none. One separator (the tokenizer's end-of-text token) follows each
-document. Sequences of plain text start anywhere.
+so. ``none`` adds none. One separator (the tokenizer's end-of-text token) follows each document. A text that has them
+already, such as a rendered chat, gets no second ones. Sequences of plain text start anywhere.
 """
 
 from __future__ import annotations
@@ -98,6 +98,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without `begin` and separator."""
+
+    def begun(self, tokens: list[int]) -> list[int]:
+        """The tokens of a text with `begin` before them, which a text may have written itself."""
+        return tokens if self.begin is None or tokens[:1] == [self.begin] else [self.begin, *tokens]
 
     @abstractmethod
     def encode_spans(
