@@ -12,15 +12,24 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.readers import (
+    SUFFIXES,
+    Record,
+    TextPiece,
+    is_data_file,
+    read_file,
+    read_records,
+)
 from shardwise.data.source import Source, SourcePosition, after
+from shardwise.data.tables import columns_of
 
 _CHANGE_KEYS = (
     "ETag",
@@ -35,6 +44,8 @@ _CHANGE_KEYS = (
 )
 """Names under which file systems say that a file has changed, most reliable first."""
 
+_HEAD_BYTES = 1 << 20
+"""Of a file, which nearly always have its first record."""
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -76,13 +87,28 @@ class ObjectStore(Source):
                     yield replace(record, where=record.where.replace(str(local), path))
 
     def fields(self) -> frozenset[str]:
-        records = self.records(())
+        return self._fields
+
+    @cached_property
+    def _fields(self) -> frozenset[str]:
         try:
-            return frozenset(next(records).fields)
-        except (StopIteration, DataError):
+            found = (self._fields_in(path, int(size or 0)) for path, size, _ in self._states)
+            return next(filter(None, found), frozenset())
+        except DataError:  # malformed data is reported later, when all records are read
             return frozenset()
-        finally:
-            records.close()  # type: ignore[attr-defined]
+
+    def _fields_in(self, path: str, size: int) -> frozenset[str] | None:
+        """The fields of a file's first record, from its start if that has it; None if the file has no record."""
+        with suppress(Exception):  # of any library, or no whole record; then the whole file says more
+            if path.lower().endswith(".parquet"):
+                with self._system.open(path) as remote:
+                    return columns_of(remote)
+            if size > _HEAD_BYTES:
+                with self._copied(path, _HEAD_BYTES) as local:
+                    return frozenset(next(read_records(local, ())).fields)
+        with self._copied(path) as local:
+            first = next(read_records(local, ()), None)
+            return None if first is None else frozenset(first.fields)
 
     def _listed(self, location: str) -> list[str]:
         """The files, as those of a local folder or glob: nothing hidden, and every match of a glob."""
@@ -103,12 +129,15 @@ class ObjectStore(Source):
         return [location]
 
     @contextmanager
-    def _copied(self, path: str) -> Iterator[Path]:
-        """The file on this disk, as long as the block runs."""
+    def _copied(self, path: str, most: int | None = None) -> Iterator[Path]:
+        """The file, or its first `most` bytes, on this disk as long as the block runs."""
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
             local = Path(folder) / PurePosixPath(path).name
             with self._readable():
-                self._system.get_file(path, str(local))
+                if most is None:
+                    self._system.get_file(path, str(local))
+                else:
+                    local.write_bytes(self._system.cat_file(path, end=most))
             try:
                 yield local
             except DataError as error:

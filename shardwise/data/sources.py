@@ -18,6 +18,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ class DataFiles(FileSource):
         self._check_unchanged()
 
     def fields(self) -> frozenset[str]:
+        return self._fields
+
+    @cached_property
+    def _fields(self) -> frozenset[str]:
         for path in self._files:
             try:
                 first = next(read_records(path, ()), None)

@@ -1,4 +1,4 @@
-"""Rows of JSON arrays and of CSV files, with the position of each: ``file: item 3``, ``file:7``.
+"""Rows of JSON arrays and of CSV files, with the position of each: ``file: item 3``, ``file:7``; columns of parquet.
 
 A ``.json`` file is a list of objects, or one object a line like ``.jsonl``. A list is parsed item by item; the text of
 the whole file is in memory, so large data belongs into ``.jsonl`` or parquet. A CSV file has a header; fields may be
@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shardwise.core.errors import DataError
 
@@ -107,3 +108,11 @@ def without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def columns_of(file: Any) -> frozenset[str] | None:
+    """The columns of an open parquet file, from its footer; None if it has no rows."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        return frozenset(opened.schema_arrow.names) if opened.metadata.num_rows else None
