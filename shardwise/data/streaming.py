@@ -17,7 +17,6 @@ Refused: one long buffer of shuffled samples, as ``datasets`` has it. Its state 
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ import xxhash
 
 from shardwise.core.errors import DataError, ShardwiseError
 from shardwise.core.units import format_percent
-from shardwise.data.cache import TokenCache, cached, data_files, grouped, lock_of
+from shardwise.data.cache import TokenCache, cached, data_files, grouped, remove_cache
 from shardwise.data.cache_header import CACHE_FORMAT, DOCUMENT, Header, json_hash
 from shardwise.data.dataset import MaskedTokens, OpenedSource, Sample, Splits, TokenDataset, padding_row
 from shardwise.data.source import SourcePosition
@@ -192,9 +191,7 @@ class StreamedText(TokenDataset):
     def _forget(self, number: int) -> None:
         """Close the windows before the last but one and remove them. Other ranks that still map one keep its pages."""
         for old in [window for window in self._open if 0 < window < number - 1]:
-            folder = self._open.pop(old).cache.folder
-            shutil.rmtree(folder, ignore_errors=True)
-            lock_of(folder).unlink(missing_ok=True)
+            remove_cache(self._open.pop(old).cache.folder)
 
     def _write_window(self, work: Path, cursor: Cursor, is_first: bool) -> Header:
         """Write a window's two data files; return the header, with the cursor of the next window."""

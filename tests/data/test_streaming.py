@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import pytest
 
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data import open_data
 from shardwise.data.batches import Data
+from shardwise.data.cache import remove_cache
 from shardwise.data.dataset import OpenedSource
 from shardwise.data.epochs import with_steps
 from shardwise.data.opening import open_splits
@@ -211,6 +214,21 @@ def test_old_windows_are_removed(folder: Path, tmp_path: Path) -> None:
     stream._ahead[8].join()
     kept = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(kept) == 4, "the first with the held-out documents, 6, 7 and the one ahead"
+
+
+def test_runs_that_stream_one_source_share_its_windows(folder: Path, tmp_path: Path) -> None:
+    """The faster one removes windows. The slower one keeps those that it has opened, and writes others again."""
+    fast, slow = (stream_of(folder, tmp_path / "cache", packing=True) for _ in range(2))
+    expected = [fast.window(number).sample(3)["input_ids"].tolist() for number in range(6)]
+    cache = slow.window(4).cache
+    with filelock.FileLock(f"{cache.folder}.lock"):
+        threading.Thread(target=remove_cache, args=[cache.folder]).start()
+        time.sleep(0.05)
+        assert cache.folder.is_dir(), "one that a process writes stays"
+    remove_cache(cache.folder)
+    assert not cache.folder.exists()
+    assert len(cache.documents()) == cache.header.documents
+    assert [slow.window(number).sample(3)["input_ids"].tolist() for number in range(6)] == expected
 
 
 def test_a_dataset_of_the_hub_is_streamed_from_its_state(
