@@ -76,8 +76,8 @@ class ObjectStore(Source):
         first, skip = position or (0, 0)
         for number, path in enumerate(self._files[first:], first):
             with self._copied(path) as local:
-                for piece, ended in after(read_file(local, self._text_key), skip):
-                    yield piece, [number, ended]
+                for piece, ended in after(read_file(local, self._text_key, skip), 0):
+                    yield piece, [number, skip + ended]
             skip = 0
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:

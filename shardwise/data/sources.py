@@ -83,8 +83,8 @@ class DataFiles(FileSource):
     def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
         first, skip = position or (0, 0)
         for number, path in enumerate(self._files[first:], first):
-            for piece, ended in after(read_file(path, self._text_key), skip):
-                yield piece, [number, ended]
+            for piece, ended in after(read_file(path, self._text_key, skip), 0):
+                yield piece, [number, skip + ended]
             skip = 0
         self._check_unchanged()
 

@@ -66,6 +66,28 @@ def test_a_folder_is_searched_in_the_order_of_paths_past_other_and_hidden_files(
     assert texts(tmp_path) == ["B.txt", "sub.txt", "sub/a.txt", "z.txt"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "b.json", "c.csv", "d.parquet", "e.txt"])
+def test_documents_behind_a_place_are_those_of_the_whole_file(name: str, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    rows = [f"row {number}, café" for number in range(700)]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf\r\n \n" + lines(*rows).replace(b"\n", b"\n\n"))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": row} for row in rows]))
+    (tmp_path / "c.csv").write_text("text\n" + "".join(f'"{row}"\n' for row in rows))
+    (tmp_path / "e.txt").write_text("one")
+    table = pyarrow.table({"text": rows})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=300)
+    whole = documents(read_file(tmp_path / name, "text"))
+    for skip in (0, 1, 299, 300, 650, 699, 700):
+        assert documents(read_file(tmp_path / name, "text", skip)) == whole[skip:]
+
+
+def test_documents_that_are_skipped_are_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{not JSON}\n" + lines("later"))
+    assert documents(read_file(tmp_path / "a.jsonl", "text", 1)) == ["later"]
+
+
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("elsewhere/far.txt", "data/z/near.txt", "data/a.txt"):
