@@ -67,6 +67,7 @@ class TokenCache:
         self.folder = folder
         self._maps: list[mmap.mmap] = []
         self.tokens: Tokens = np.frombuffer(self._mapped("tokens.bin"), dtype=header.dtype)
+        self._documents = self._mapped("documents.bin")  # now: another run may remove a window of a stream
         self.trained: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         if header.trained_tokens is not None:
             self.trained = np.frombuffer(self._mapped("trained.bin"), dtype=np.bool_)
@@ -78,7 +79,7 @@ class TokenCache:
 
     def documents(self) -> npt.NDArray[np.void]:
         """A row per document, read into memory: 16 to 40 bytes each (`cache_header`)."""
-        return np.fromfile(self.folder / "documents.bin", dtype=self.header.row)
+        return np.frombuffer(self._documents, dtype=self.header.row).copy()
 
     def document(self, start: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The tokens from `start` to `end`, and which of them the loss counts."""
@@ -118,7 +119,7 @@ def cached(
         return cache
     with _writing_cache(root):
         root.mkdir(parents=True, exist_ok=True)
-    with _locked(lock_of(folder)):
+    with _locked(_lock_of(folder)):
         if cache := _complete_cache(folder, verify):  # another process built it while this one waited
             return cache
         log.info("tokenizing %s into %s", what, folder)
@@ -128,9 +129,18 @@ def cached(
     raise ResourceError("the token cache vanished", where=str(folder), why="another process removed it")
 
 
-def lock_of(folder: Path) -> Path:
+def _lock_of(folder: Path) -> Path:
     """The file that its writer locks."""
     return folder.with_name(f"{folder.name}.lock")
+
+
+def remove_cache(folder: Path) -> None:
+    """Remove a cache that no process writes now, or has just written and not opened.
+
+    Its lock stays: with a new file of that name, two processes could write the same cache.
+    """
+    with suppress(filelock.Timeout, OSError), filelock.FileLock(_lock_of(folder), timeout=0):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _complete_cache(folder: Path, verify: bool = False) -> TokenCache | None:
@@ -257,6 +267,7 @@ class _Writer:
         begin = tokenizer.begin
         self._begin = None if begin is None else np.array([begin], dtype=self._dtype)
         self._start = 0  # of the current document
+        self._last = -1  # the last token of it
         self._text = xxhash.xxh3_64()
 
     def write(self, pieces: list[TextPiece]) -> None:
@@ -265,17 +276,20 @@ class _Writer:
         encoded = self._tokenizer.encode_pieces([piece.data for piece in pieces])
         for piece, piece_tokens in zip(pieces, encoded, strict=True):
             # Empty documents get neither token, so BOS waits for the first piece that has tokens.
-            if self._begin is not None and self.tokens == self._start and len(piece_tokens):
+            begins = self.tokens == self._start and len(piece_tokens)
+            if self._begin is not None and begins and piece_tokens[0] != self._begin:
                 tokens.append(self._begin)
                 self.tokens += 1
             tokens.append(piece_tokens)
             self.tokens += len(piece_tokens)
+            self._last = int(piece_tokens[-1]) if len(piece_tokens) else self._last
             self._text.update(piece.data)
             if not piece.ends:
                 continue
             if self.tokens > self._start:
-                tokens.append(self._separator)
-                self.tokens += 1
+                if self._last != self._separator:
+                    tokens.append(self._separator)
+                    self.tokens += 1
                 records.append((self.tokens, self._text.intdigest()))
             else:
                 self.empty_documents += 1

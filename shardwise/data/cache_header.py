@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 import xxhash
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 
 DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
 """`end`: position in `tokens.bin` after the document's separator. `hash`: xxh3-64 of its UTF-8 text."""

@@ -39,7 +39,7 @@ from shardwise.data.formats import Chat
 from shardwise.data.rendering import JinjaTemplate, MarkedTextDiffers, Rendered, TemplateMessage
 from shardwise.data.spans import TextSpan, joined
 from shardwise.data.template_forms import ANSWER, QUESTION, TemplateForms
-from shardwise.data.turns import REASONING, Turn, parsed_json
+from shardwise.data.turns import REASONING, Turn, check_texts, parsed_json
 
 T = TypeVar("T")
 
@@ -246,6 +246,8 @@ class ChatTemplate:
         self, chat: Chat, where: str, render: Callable[[TemplateForms, list[TemplateMessage]], T]
     ) -> T:
         forms = self._for(chat.tools)
+        for name in chat.fields.keys() & forms.jinja.variables:
+            check_texts(chat.fields[name], name, where)
         try:
             return forms.rendered(chat.turns, lambda messages: render(forms, messages))
         except MarkedTextDiffers:
@@ -341,10 +343,8 @@ def _require_turns(rendered: Rendered, chat: Chat, where: str) -> None:
         word = max(words, key=len) if words else turn.text.strip()
         own = (rendered.text[start:end] for start, end in rendered.messages[number])
         if turn.role != "assistant" and not any(word in part for part in own) and word not in rendered.text:
-            why, fix = (
-                "the model would not see it",
-                "use a template that writes this role, or remove the turn",
-            )
+            why = "the model would not see it"
+            fix = "use a template that writes this role, or remove the turn"
             what = f"the chat template does not write the {turn.role} turn"
             raise DataError(what, where=f"{where}: turn {number}", why=why, fix=fix)
     for tool in chat.tools or ():

@@ -6,7 +6,7 @@ of an assistant's tokens follows the same rule.
 
 The completion follows the prompt directly. The end-of-text token comes last and is trained on, so the model learns to
 stop; a completion that has it already gets no second one. A chat begins and ends as its template says. Any other record
-begins with the tokenizer's `begin`, if it has one.
+begins with the tokenizer's `begin`, if it has one and the text does not.
 
 Under `data.too_long: split`, a chat that is longer than a sequence is divided between two exchanges. Each part begins
 with the system turn. An exchange that is too long alone is cut like any other record (`completions`).
@@ -192,8 +192,6 @@ class Encoder:
         for example, parts in zip(examples, texts, strict=True):
             tokens: list[int] = []
             trained: list[bool] = []
-            if isinstance(example, Completed) and self.tokenizer.begin is not None:
-                tokens, trained = [self.tokenizer.begin], [False]
             for text in parts:
                 ids, mask = next(tokenized)
                 tokens += ids
@@ -201,6 +199,8 @@ class Encoder:
                 if text.ends and ids[-1:] != [self.tokenizer.separator]:
                     tokens.append(self.tokenizer.separator)
                     trained.append(bool(text.spans))
+            if isinstance(example, Completed) and (whole := self.tokenizer.begun(tokens)) is not tokens:
+                tokens, trained = whole, [False, *trained]
             if self._all:
                 trained = [True] * len(tokens)
             encoded.append(Encoded(tokens, trained, sum(text.endless for text in parts)))

@@ -225,7 +225,7 @@ def alpaca_of(
         output: the field with the completion.
         empty: whether it may be empty.
     """
-    system, extra = (text_in(fields.get(key) or "", key, where) for key in ("system", "input"))
+    system, extra = (_text_if_given(fields, key, where) for key in ("system", "input"))
     with_input = ", paired with an input that provides further context" if extra else ""
     opening = f"{system or _ALPACA.format(with_input=with_input)}\n\n"
     texts: list[tuple[str, str]] = []
@@ -239,6 +239,12 @@ def alpaca_of(
     return Completed(
         ((opening + first[0], first[1]), *((f"\n\n{prompt}", answer) for prompt, answer in later))
     )
+
+
+def _text_if_given(fields: Mapping[str, object], key: str, where: str) -> str:
+    """A text; "" if the record has none. A 0 is no missing text."""
+    value = fields.get(key)
+    return "" if value is None else text_in(value, key, where)
 
 
 def _history(fields: Mapping[str, object], where: str) -> list[tuple[str, str]]:
@@ -301,7 +307,7 @@ def chat_of(record: Record, name: str, turns: tuple[Turn, ...], last: str | None
         last: the field with the last turns.
     """
     fields, where = record.fields, record.where
-    if system := text_in(fields.get("system") or "", "system", where):
+    if system := _text_if_given(fields, "system", where):
         if turns[0].role in ("system", "developer") and turns[0].text != system:
             why = "its first turn is another system turn"
             raise DataError("two system turns", where=f"{where}: system", why=why, fix="keep one of them")

@@ -43,7 +43,10 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
-    """The `datasets.Dataset` saved in `folder`; if it has splits, the named one, else `train`."""
+    """The `datasets.Dataset` saved in `folder`; if it has splits, the named one, else `train`.
+
+    Without the format that it was saved with (`set_format`), which turns values into arrays and leaves out columns.
+    """
     datasets = _datasets_library(name)
     try:
         loaded = datasets.load_from_disk(str(folder))
@@ -56,7 +59,7 @@ def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
             raise DataError(
                 f"no split '{split}'", where=name, why="it was saved without splits", fix="leave it out"
             )
-        return loaded
+        return loaded.with_format(None)
     if (split or "train") not in loaded:
         raise DataError(
             f"no split '{split or 'train'}'",
@@ -64,7 +67,7 @@ def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
             why=f"it has {', '.join(loaded)}",
             fix="name one as SOURCE#SPLIT",
         )
-    return loaded[split or "train"]
+    return loaded[split or "train"].with_format(None)
 
 
 def rows_of_hub(name: str) -> Any:

@@ -9,17 +9,27 @@ A file is known by its size and its entity tag or time of change, so a changed s
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.readers import (
+    SUFFIXES,
+    Record,
+    TextPiece,
+    is_data_file,
+    read_file,
+    read_records,
+)
 from shardwise.data.source import Source, SourcePosition, after
+from shardwise.data.tables import columns_of
 
 _CHANGE_KEYS = (
     "ETag",
@@ -33,6 +43,10 @@ _CHANGE_KEYS = (
     "created",
 )
 """Names under which file systems say that a file has changed, most reliable first."""
+
+_HEAD_BYTES = 1 << 20
+"""Of a file, which nearly always have its first record."""
+_GLOB = re.compile(r"[*?\[]")
 
 
 class ObjectStore(Source):
@@ -62,8 +76,8 @@ class ObjectStore(Source):
         first, skip = position or (0, 0)
         for number, path in enumerate(self._files[first:], first):
             with self._copied(path) as local:
-                for piece, ended in after(read_file(local, self._text_key), skip):
-                    yield piece, [number, ended]
+                for piece, ended in after(read_file(local, self._text_key, skip), 0):
+                    yield piece, [number, skip + ended]
             skip = 0
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
@@ -73,29 +87,57 @@ class ObjectStore(Source):
                     yield replace(record, where=record.where.replace(str(local), path))
 
     def fields(self) -> frozenset[str]:
-        records = self.records(())
+        return self._fields
+
+    @cached_property
+    def _fields(self) -> frozenset[str]:
         try:
-            return frozenset(next(records).fields)
-        except (StopIteration, DataError):
+            found = (self._fields_in(path, int(size or 0)) for path, size, _ in self._states)
+            return next(filter(None, found), frozenset())
+        except DataError:  # malformed data is reported later, when all records are read
             return frozenset()
-        finally:
-            records.close()  # type: ignore[attr-defined]
+
+    def _fields_in(self, path: str, size: int) -> frozenset[str] | None:
+        """The fields of a file's first record, from its start if that has it; None if the file has no record."""
+        with suppress(Exception):  # of any library, or no whole record; then the whole file says more
+            if path.lower().endswith(".parquet"):
+                with self._system.open(path) as remote:
+                    return columns_of(remote)
+            if size > _HEAD_BYTES:
+                with self._copied(path, _HEAD_BYTES) as local:
+                    return frozenset(next(read_records(local, ())).fields)
+        with self._copied(path) as local:
+            first = next(read_records(local, ()), None)
+            return None if first is None else frozenset(first.fields)
 
     def _listed(self, location: str) -> list[str]:
-        if any(sign in location for sign in "*?["):
-            return [path for path in self._system.glob(location) if is_data_file(Path(path))]
+        """The files, as those of a local folder or glob: nothing hidden, and every match of a glob."""
+        if _GLOB.search(location):
+            found = self._system.glob(location, detail=True)
+            paths = [path for path, info in found.items() if info["type"] != "directory"]
+            before = _GLOB.split(location)[0].rpartition("/")[0]
+            paths = [path for path in paths if "/." in location or not _is_hidden(path, before)]
+            for path in paths:
+                if not is_data_file(Path(path)):
+                    why = f"its name ends in none of {', '.join(SUFFIXES)}"
+                    raise DataError("not a data file", where=path, why=why, fix="narrow data.source")
+            return paths
         if self._system.isdir(location):
-            return [path for path in self._system.find(location) if is_data_file(Path(path), named=False)]
+            paths = [path for path in self._system.find(location) if not _is_hidden(path, location)]
+            return [path for path in paths if is_data_file(Path(path), named=False)]
         self._system.info(location)  # raises FileNotFoundError
         return [location]
 
     @contextmanager
-    def _copied(self, path: str) -> Iterator[Path]:
-        """The file on this disk, as long as the block runs."""
+    def _copied(self, path: str, most: int | None = None) -> Iterator[Path]:
+        """The file, or its first `most` bytes, on this disk as long as the block runs."""
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
             local = Path(folder) / PurePosixPath(path).name
             with self._readable():
-                self._system.get_file(path, str(local))
+                if most is None:
+                    self._system.get_file(path, str(local))
+                else:
+                    local.write_bytes(self._system.cat_file(path, end=most))
             try:
                 yield local
             except DataError as error:
@@ -132,6 +174,11 @@ def _file_system(name: str) -> tuple[Any, str]:
         raise DataError("cannot read a URL", where=name, why=why, fix=fix) from None
     system, location = url_to_fs(name)
     return system, location
+
+
+def _is_hidden(path: str, folder: str) -> bool:
+    """Whether a name below the folder begins with a dot."""
+    return "/." in "/" + path.removeprefix(folder).lstrip("/")
 
 
 def _state(info: dict[str, Any], path: str) -> list[str]:

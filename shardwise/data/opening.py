@@ -189,7 +189,8 @@ def open_sources(recipe: Recipe, root: Path, verify: bool = False) -> OpenedSour
 
     parts = [opened(spec) for spec in recipe.data.parts]
     _require_alike(parts)
-    alone = {"mixture": None, "held_out": 0.0, "format": "auto"}
+    # A stream has no end, and an evaluation reads samples of a whole set.
+    alone = {"mixture": None, "held_out": 0.0, "format": "auto", "stream_window": None}
     sets = {
         name: opened(recipe.data.model_copy(update={**alone, "source": source}))
         for name, source in recipe.evaluation.sets.items()

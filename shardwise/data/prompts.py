@@ -202,5 +202,4 @@ class _Reader:
         return tokens[last + 1 :]
 
     def _begun(self, text: str) -> list[int]:
-        begin = self._tokenizer.begin
-        return ([] if begin is None else [begin]) + self._tokenizer.encode(text)
+        return self._tokenizer.begun(self._tokenizer.encode(text))

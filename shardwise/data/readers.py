@@ -20,12 +20,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.tables import LARGEST_LIST_BYTES, is_list, rows_of_csv, rows_of_list, without_nulls
+from shardwise.data.tables import LARGEST_LIST_BYTES, ParquetRows, is_list, rows_of_csv, rows_of_list
 
 PIECE_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 1 << 28
@@ -59,8 +60,11 @@ def is_data_file(path: Path, named: bool = True) -> bool:
     return path.name.lower().endswith((*SUFFIXES, *NAMED_ONLY) if named else SUFFIXES)
 
 
-def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
+def read_file(path: Path, text_key: str, skip: int = 0) -> Iterator[TextPiece]:
     """The documents of a data file, by its suffix; `text_key` is the JSON key or the parquet column.
+
+    Args:
+        skip: number of documents to leave out at the start; they are not parsed.
 
     Raises:
         DataError: the file is unreadable, empty or malformed.
@@ -68,11 +72,11 @@ def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
     with _reading_errors(path):
         kind = _kind_of(path)
         if kind == "parquet":
-            yield from _read_parquet(path, text_key)
+            yield from _read_parquet(path, text_key, skip)
         elif kind == "txt":
-            yield from _read_text_file(path)
+            yield from () if skip else _read_text_file(path)
         else:
-            for row, where in _rows_of(path, kind):
+            for row, where in _rows_of(path, kind, skip):
                 yield from pieces(_text_of(row, text_key, where))
 
 
@@ -194,8 +198,8 @@ def _line_position(path: Path, line: int, byte: int) -> str:
 # -- JSON lines
 
 
-def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
-    """(parsed line, position) of each line."""
+def _rows_of_jsonl(path: Path, skip: int) -> Iterator[tuple[object, str]]:
+    """(parsed line, position) of each line that is not blank, behind `skip` of them."""
     number, offset = 0, 0
     with _open(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES + 1):
@@ -208,6 +212,9 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
                     why=f"more than {LONGEST_LINE_BYTES >> 20} MiB",
                     fix="write one JSON object a line",
                 )
+            if skip and line.strip(b"\xef\xbb\xbf \t\r\n\v\f"):
+                skip, offset = skip - 1, offset + len(line)
+                continue
             _check_text(line, path, number, offset)
             bare = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             if bare := bare.strip():
@@ -215,11 +222,11 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
             offset += len(line)
 
 
-def _rows_of(path: Path, kind: str) -> Iterator[tuple[object, str]]:
-    """(row, position) of a CSV file, of JSON lines, or of a JSON list."""
+def _rows_of(path: Path, kind: str, skip: int = 0) -> Iterator[tuple[object, str]]:
+    """(row, position) of a CSV file, of JSON lines, or of a JSON list, behind `skip` of them."""
     with _open(path) as file:
         if kind == "jsonl" or (kind == "json" and not is_list(file.read(PIECE_BYTES))):
-            yield from _rows_of_jsonl(path)
+            yield from _rows_of_jsonl(path, skip)
             return
         file.seek(0)
         data = file.read(LARGEST_LIST_BYTES + 1)
@@ -229,7 +236,7 @@ def _rows_of(path: Path, kind: str) -> Iterator[tuple[object, str]]:
             "file too large", where=str(path), why=why, fix="write one JSON object a line, as .jsonl"
         )
     _check_text(data, path, 1, 0)
-    yield from rows_of_list(data, path) if kind == "json" else rows_of_csv(data, path)
+    yield from islice(rows_of_list(data, path) if kind == "json" else rows_of_csv(data, path), skip, None)
 
 
 def _parse(line: bytes, where: str) -> object:
@@ -308,11 +315,11 @@ def json_kind(value: object) -> str:
 # -- parquet
 
 
-def _read_parquet(path: Path, text_key: str) -> Iterator[TextPiece]:
+def _read_parquet(path: Path, text_key: str, skip: int) -> Iterator[TextPiece]:
     with _parquet(path) as rows:
         if text_key not in rows.names:
             raise missing_key(text_key, rows.names, str(path))
-        for value in rows.values(text_key):
+        for value in rows.values(text_key, skip):
             yield from pieces(checked_text(value, text_key, f"{path}: row {rows.number}"))
 
 
@@ -323,29 +330,8 @@ def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
             yield Record(fields, f"{path}: row {rows.number}")
 
 
-class _Rows:
-    """An open parquet file; `number` counts the rows read so far."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.names: list[str] = list(file.schema_arrow.names)
-        self.number = 0
-
-    def values(self, name: str) -> Iterator[object]:
-        for batch in self._file.iter_batches(batch_size=256, columns=[name]):
-            for value in _values_of_column(batch.column(0)):
-                self.number += 1
-                yield value
-
-    def fields(self, names: Sequence[str]) -> Iterator[dict[str, object]]:
-        for batch in self._file.iter_batches(batch_size=256, columns=list(names)):
-            for row in range(batch.num_rows):
-                self.number += 1
-                yield {name: without_nulls(batch.column(name)[row].as_py()) for name in names}
-
-
 @contextmanager
-def _parquet(path: Path) -> Iterator[_Rows]:
+def _parquet(path: Path) -> Iterator[ParquetRows]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -356,10 +342,10 @@ def _parquet(path: Path) -> Iterator[_Rows]:
             why="the package pyarrow is not installed",
             fix=install("hf"),
         ) from None
-    rows: _Rows | None = None
+    rows: ParquetRows | None = None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            rows = _Rows(file)
+            rows = ParquetRows(file)
             _require_one_each(rows.names, path)
             yield rows
     except UnicodeDecodeError as error:
@@ -381,15 +367,3 @@ def _require_one_each(names: Sequence[str], path: Path) -> None:
         raise DataError(
             f"two columns are named '{twice[0]}'", where=str(path), fix="rename one of them, or remove it"
         )
-
-
-def _values_of_column(column: Any) -> Iterator[object]:
-    """The Python values of an arrow array.
-
-    If converting the whole array fails, convert one by one to find the bad row.
-    """
-    try:
-        values = column.to_pylist()
-    except UnicodeDecodeError:
-        values = (scalar.as_py() for scalar in column)
-    yield from values

@@ -18,6 +18,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ class DataFiles(FileSource):
     def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
         first, skip = position or (0, 0)
         for number, path in enumerate(self._files[first:], first):
-            for piece, ended in after(read_file(path, self._text_key), skip):
-                yield piece, [number, ended]
+            for piece, ended in after(read_file(path, self._text_key, skip), 0):
+                yield piece, [number, skip + ended]
             skip = 0
         self._check_unchanged()
 
@@ -93,11 +94,18 @@ class DataFiles(FileSource):
         self._check_unchanged()
 
     def fields(self) -> frozenset[str]:
-        try:
-            first = next(read_records(self._files[0], ()), None)
-        except DataError:  # malformed data is reported later, when all records are read
-            first = None
-        return frozenset() if first is None else frozenset(first.fields)
+        return self._fields
+
+    @cached_property
+    def _fields(self) -> frozenset[str]:
+        for path in self._files:
+            try:
+                first = next(read_records(path, ()), None)
+            except DataError:  # malformed data is reported later, when all records are read
+                break
+            if first is not None:
+                return frozenset(first.fields)
+        return frozenset()
 
 
 class StandardLibrary(FileSource):
@@ -138,6 +146,9 @@ class SavedDataset(FileSource):
 
     def identity(self) -> object:
         return ["saved", self._split, super().identity()]
+
+    def content(self) -> object:
+        return super().content() if self._split is None else ["saved", self._split, super().content()]
 
     def pieces(self) -> Iterator[TextPiece]:
         yield from pieces_of_rows(self.name, self._rows(), self._text_key)
@@ -265,13 +276,7 @@ def _library_files(root: Path) -> Iterator[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    files = [
-        path
-        for path in folder.rglob("*")
-        if is_data_file(path, named=False)
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and (path.is_file() or path.is_symlink())
-    ]
+    files = [path for path in _files_below(folder) if is_data_file(path, named=False)]
     if not files:
         raise DataError(
             "no data files in folder",
@@ -282,8 +287,34 @@ def _files_in(folder: Path) -> list[Path]:
     return [_named_file(path) for path in files]
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The files in a folder and below that are not hidden.
+
+    Links to folders are followed last: a folder that is also here itself is read once, under its own path.
+    """
+    folders, links, seen = [folder], list[Path](), set[Path]()
+    while folders or links:
+        current = folders.pop() if folders else links.pop(0)
+        if (real := current.resolve()) in seen:
+            continue
+        seen.add(real)
+        try:
+            entries = sorted(path for path in current.iterdir() if not path.name.startswith("."))
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise DataError(
+                "cannot read folder", where=str(current), why=why, fix="check the folder"
+            ) from None
+        for path in entries:
+            if path.is_dir():
+                (links if path.is_symlink() else folders).append(path)
+            elif path.is_file() or path.is_symlink():
+                yield path
+
+
 def _files_of_glob(pattern: str) -> list[Path]:
-    matches = [Path(text) for text in glob.glob(str(path_of(pattern)), recursive=True)]
+    # A set: a pattern with ** twice gives a path several times.
+    matches = {Path(text) for text in glob.glob(str(path_of(pattern)), recursive=True)}
     files = [_named_file(path) for path in matches if not path.is_dir()]
     if not files:
         raise DataError("glob matches no file", where=pattern, why=missing(pattern), fix="check data.source")

@@ -17,7 +17,6 @@ Refused: one long buffer of shuffled samples, as ``datasets`` has it. Its state 
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ import xxhash
 
 from shardwise.core.errors import DataError, ShardwiseError
 from shardwise.core.units import format_percent
-from shardwise.data.cache import TokenCache, cached, data_files, grouped, lock_of
+from shardwise.data.cache import TokenCache, cached, data_files, grouped, remove_cache
 from shardwise.data.cache_header import CACHE_FORMAT, DOCUMENT, Header, json_hash
 from shardwise.data.dataset import MaskedTokens, OpenedSource, Sample, Splits, TokenDataset, padding_row
 from shardwise.data.source import SourcePosition
@@ -192,9 +191,7 @@ class StreamedText(TokenDataset):
     def _forget(self, number: int) -> None:
         """Close the windows before the last but one and remove them. Other ranks that still map one keep its pages."""
         for old in [window for window in self._open if 0 < window < number - 1]:
-            folder = self._open.pop(old).cache.folder
-            shutil.rmtree(folder, ignore_errors=True)
-            lock_of(folder).unlink(missing_ok=True)
+            remove_cache(self._open.pop(old).cache.folder)
 
     def _write_window(self, work: Path, cursor: Cursor, is_first: bool) -> Header:
         """Write a window's two data files; return the header, with the cursor of the next window."""
@@ -207,7 +204,7 @@ class StreamedText(TokenDataset):
                 outputs.append(tokens.astype(dtype, copy=False), np.array([(end, text_hash)], dtype=DOCUMENT))
 
             for document in self._documents(cursor):
-                if document.hash < int(self._held_out * 2.0**64):  # as in `text.split`
+                if self._holds_out(document):
                     held_out += [document] if is_first and document.epoch == 0 else []
                     continue
                 taken = document.tokens[skip : skip + missing]
@@ -246,18 +243,27 @@ class StreamedText(TokenDataset):
         """The documents from a cursor on, without end: after the last one comes the first."""
         epoch, position = cursor.epoch, cursor.place
         while True:
-            empty = True
+            empty, trained = True, False
             for document in self._one_pass(epoch, position):
-                empty = False
+                empty, trained = False, trained or not self._holds_out(document)
                 yield document
-            if empty and position is None:  # another pass would find none either
+            if not trained and position is None:  # another pass would find none either
+                why = (
+                    "are empty"
+                    if empty
+                    else f"are held out: {format_percent(self._held_out, 1)} of them shall be"
+                )
                 raise DataError(
-                    "no text in the data source",
+                    "no text in the data source" if empty else "no text to train on in the data source",
                     where=self._source.name,
-                    why="all its documents are empty",
-                    fix="check data.source",
+                    why=f"all its documents {why}",
+                    fix="check data.source" if empty else "lower data.held_out, or give more documents",
                 )
             epoch, position = epoch + 1, None
+
+    def _holds_out(self, document: _Document) -> bool:
+        """As `text.split_text`."""
+        return document.hash < int(self._held_out * 2.0**64)
 
     def _one_pass(self, epoch: int, position: SourcePosition) -> Iterator[_Document]:
         """The documents of one pass that are not empty, tokenized some MiB at a time."""
@@ -274,7 +280,10 @@ class StreamedText(TokenDataset):
                 if not piece.ends:
                     continue
                 if parts:
-                    whole = np.concatenate([*begin, *parts, separator])
+                    begins, ends = parts[0][0] == tokenizer.begin, parts[-1][-1] == tokenizer.separator
+                    whole = np.concatenate(
+                        [*([] if begins else begin), *parts, *([] if ends else [separator])]
+                    )
                     yield _Document(epoch, position, whole, text.intdigest())
                 parts, position = [], behind
                 text.reset()

@@ -1,4 +1,4 @@
-"""Rows of JSON arrays and of CSV files, with the position of each: ``file: item 3``, ``file:7``.
+"""Rows of JSON arrays and of CSV files, with the position of each: ``file: item 3``, ``file:7``; columns of parquet.
 
 A ``.json`` file is a list of objects, or one object a line like ``.jsonl``. A list is parsed item by item; the text of
 the whole file is in memory, so large data belongs into ``.jsonl`` or parquet. A CSV file has a header; fields may be
@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.core.errors import DataError
 
@@ -107,3 +108,52 @@ def without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def columns_of(file: Any) -> frozenset[str] | None:
+    """The columns of an open parquet file, from its footer; None if it has no rows."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        return frozenset(opened.schema_arrow.names) if opened.metadata.num_rows else None
+
+
+class ParquetRows:
+    """An open parquet file; `number` counts the rows read or skipped so far."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.names: list[str] = list(file.schema_arrow.names)
+        self.number = 0
+
+    def values(self, name: str, skip: int) -> Iterator[object]:
+        """The values of a column, behind `skip` rows; their row groups are not read."""
+        groups, first = self._file.metadata, 0
+        while first < groups.num_row_groups and self.number + groups.row_group(first).num_rows <= skip:
+            self.number += groups.row_group(first).num_rows
+            first += 1
+        later = list(range(first, groups.num_row_groups))
+        for batch in self._file.iter_batches(batch_size=256, row_groups=later, columns=[name]):
+            passed = min(batch.num_rows, max(0, skip - self.number))
+            self.number += passed
+            for value in _values_of_column(batch.column(0)[passed:]):
+                self.number += 1
+                yield value
+
+    def fields(self, names: Sequence[str]) -> Iterator[dict[str, object]]:
+        for batch in self._file.iter_batches(batch_size=256, columns=list(names)):
+            for row in range(batch.num_rows):
+                self.number += 1
+                yield {name: without_nulls(batch.column(name)[row].as_py()) for name in names}
+
+
+def _values_of_column(column: Any) -> Iterator[object]:
+    """The Python values of an arrow array.
+
+    If converting the whole array fails, convert one by one to find the bad row.
+    """
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = (scalar.as_py() for scalar in column)
+    yield from values

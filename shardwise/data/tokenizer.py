@@ -11,13 +11,12 @@ theirs converted first.
 
 A document begins with a beginning-of-sequence token where the tokenizer itself adds one (``data.begin: auto``): if its
 post-processor does, or ``add_bos_token`` in ``tokenizer_config.json`` says so. Llama 3, Gemma and Mistral were trained
-so. ``none`` adds none. One separator (the tokenizer's end-of-text token) follows each
-document. Sequences of plain text start anywhere.
+so. ``none`` adds none. One separator (the tokenizer's end-of-text token) follows each document. A text that has them
+already, such as a rendered chat, gets no second ones. Sequences of plain text start anywhere.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +38,7 @@ from shardwise.data.tokenizer_files import (
     added_before,
     begin_token,
     ends_of_model,
-    settings_next_to,
-    special_in,
+    special_next_to,
     templates_next_to,
     templates_of,
 )
@@ -100,6 +98,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without `begin` and separator."""
+
+    def begun(self, tokens: list[int]) -> list[int]:
+        """The tokens of a text with `begin` before them, which a text may have written itself."""
+        return tokens if self.begin is None or tokens[:1] == [self.begin] else [self.begin, *tokens]
 
     @abstractmethod
     def encode_spans(
@@ -305,27 +307,22 @@ def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
             fix="give a tokenizer.json as the tokenizers library saves it",
         ) from None
     first = begin_token(backend, path) if begin == "auto" else None
-    templates, special = templates_next_to(path), special_in(settings_next_to(path))
+    templates, special = templates_next_to(path), special_next_to(path)
     ends = ends_of_model(path.parent)
-    return BackendTokenizer(name, backend, _separator(backend, path), templates, special, first, ends)
+    return BackendTokenizer(
+        name, backend, _separator(backend, path, special.get("eos_token")), templates, special, first, ends
+    )
 
 
-def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
-    """The id of the end-of-text token: as named in the files next to `path`, else one with a common name."""
-    named = []
-    for settings in ("tokenizer_config.json", "special_tokens_map.json"):
-        try:
-            token = json.loads((path.parent / settings).read_text(encoding="utf-8"))["eos_token"]
-        except (OSError, ValueError, LookupError, TypeError):
-            continue  # missing, or does not name one
-        named.append(token.get("content") if isinstance(token, dict) else token)
-    for token in (*named, *_END_OF_TEXT):
-        if isinstance(token, str) and (number := backend.token_to_id(token)) is not None:
+def _separator(backend: tokenizers.Tokenizer, path: Path, named: str | None) -> int:
+    """The id of the end-of-text token: the one that the files next to `path` name, else one with a common name."""
+    for token in _END_OF_TEXT if named is None else (named,):
+        if (number := backend.token_to_id(token)) is not None:
             return int(number)
     raise DataError(
-        "tokenizer has no end-of-text token",
+        "tokenizer has no end-of-text token" if named is None else f"the tokenizer has no {named!r}",
         where=str(path),
-        why="documents need a separator",
+        why="documents need a separator" if named is None else "the files next to it name it as eos_token",
         fix="set eos_token in tokenizer_config.json next to it",
     )
 

@@ -9,10 +9,10 @@ A base model often names only its end-of-text token, and its chats end with anot
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shardwise.core.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -46,23 +46,55 @@ def templates_of(value: object) -> dict[str, str]:
 
 
 def settings_next_to(path: Path) -> dict[str, Any]:
-    """`tokenizer_config.json` in the folder of a `tokenizer.json`; {} if it is missing or malformed."""
-    with suppress(OSError, ValueError):
-        settings = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return settings if isinstance(settings, dict) else {}
-    return {}
+    """`tokenizer_config.json` in the folder of a `tokenizer.json`; {} if it is missing. Raises DataError."""
+    return _object_in(path.parent / "tokenizer_config.json")
 
 
-def special_in(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer's settings name: bos_token, eos_token and so on."""
-    named = {key: _content_of(value) for key, value in settings.items() if key.endswith("_token")}
-    return {key: value for key, value in named.items() if value}
+def special_next_to(path: Path) -> dict[str, str]:
+    """The special tokens that the files next to a `tokenizer.json` name: bos_token, eos_token and so on.
+
+    As in transformers, a chat template also has those of `special_tokens_map.json`, and the further names of
+    `extra_special_tokens`. Raises DataError.
+    """
+    settings = settings_next_to(path)
+    extra = settings.get("extra_special_tokens")
+    named = {
+        **_object_in(path.parent / "special_tokens_map.json"),
+        **(extra if isinstance(extra, dict) else {}),
+    }
+    contents = {
+        key: _content_of(value) for key, value in {**named, **settings}.items() if key.endswith("_token")
+    }
+    return {key: value for key, value in contents.items() if value}
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON; {} if the file is missing. Raises DataError: a guess would change the tokens."""
+    text = _text_of_file(path)
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from None
+    if not isinstance(value, dict):
+        raise _unreadable(path, f"it is of type {type(value).__name__}, not an object")
+    return value
 
 
 def _text_of_file(path: Path) -> str:
-    with suppress(OSError, ValueError):
+    """The text of a file; "" if it is missing. Raises DataError."""
+    try:
         return path.read_text(encoding="utf-8")
-    return ""
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        raise _unreadable(
+            path, getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        ) from None
+
+
+def _unreadable(path: Path, why: str) -> DataError:
+    fix = "restore it, or remove it: the tokens around a text follow from it"
+    return DataError(f"unreadable {path.name}", where=str(path), why=why, fix=fix)
 
 
 def _content_of(token: object) -> str:
@@ -92,9 +124,10 @@ def begin_token(backend: tokenizers.Tokenizer, path: Path) -> int | None:
     if (added := added_before(backend)) is not None:
         return added
     settings = settings_next_to(path)
-    if settings.get("add_bos_token") is not True or "bos_token" not in special_in(settings):
+    special = special_next_to(path)
+    if settings.get("add_bos_token") is not True or "bos_token" not in special:
         return None
-    return backend.token_to_id(special_in(settings)["bos_token"])
+    return backend.token_to_id(special["bos_token"])
 
 
 def added_before(backend: tokenizers.Tokenizer) -> int | None:
@@ -109,13 +142,9 @@ def added_before(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def ends_of_model(folder: Path) -> tuple[int, ...]:
-    """The ends that the files of a model's folder name, in their order; () if there are none."""
-    for name in (GENERATION_CONFIG, "config.json"):
-        with suppress(OSError, ValueError):  # missing or malformed
-            ends = ends_in(json.loads((folder / name).read_text(encoding="utf-8")))
-            if ends:
-                return ends
-    return ()
+    """The ends that the files of a model's folder name, in their order; () if there are none. Raises DataError."""
+    named = (ends_in(_object_in(folder / name)) for name in (GENERATION_CONFIG, "config.json"))
+    return next(filter(None, named), ())
 
 
 def ends_in(settings: Any) -> tuple[int, ...]:

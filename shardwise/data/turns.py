@@ -101,7 +101,7 @@ def _turn(item: object, keys: tuple[str, str], path: str, where: str, empty: boo
     read = (role_key, text_key, "tool_calls", "function_call", *TRAINED_KEYS)
     more = {key: value for key, value in item.items() if key not in read and value is not None}
     for key, value in more.items():
-        _check_texts(value, f"{path}.{key}", where)
+        check_texts(value, f"{path}.{key}", where)
     trained_key, trained = _trained_key(item, path, where)
     if role != "assistant" and trained_key is not None and trained:
         more[trained_key] = item[trained_key]  # Axolotl trains on such a turn; here it is listed as not read
@@ -153,7 +153,7 @@ def _calls(value: object, path: str, where: str) -> tuple[Mapping[str, Any], ...
         function = wrapped["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"'{path}' is not a list of tool calls", where=where, fix=fix)
-        _check_texts(call, path, where)
+        check_texts(call, path, where)
         kind = {} if "type" in wrapped else {"type": "function"}
         whole = function if "arguments" in function else {**function, "arguments": {}}
         calls.append({**kind, **wrapped, "function": whole})  # in the order of the record: templates print it
@@ -163,7 +163,7 @@ def _calls(value: object, path: str, where: str) -> tuple[Mapping[str, Any], ...
 def parsed_json(value: object) -> object:
     """The JSON value that a text holds; any other value as it is."""
     if isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
@@ -176,7 +176,7 @@ def tools_in(tools: object, where: str) -> list[object] | None:
     if not isinstance(tools, list):
         fix = "write the list of the functions' JSON schemas"
         raise DataError("'tools' is not a list", where=where, fix=fix)
-    _check_texts(tools, "tools", where)
+    check_texts(tools, "tools", where)
     return [parsed_json(tool) for tool in tools]
 
 
@@ -231,7 +231,7 @@ def text_in(value: object, key: str, where: str) -> str:
     return cast(str, value)
 
 
-def _check_texts(value: object, path: str, where: str) -> None:
+def check_texts(value: object, path: str, where: str) -> None:
     """Check every text inside a JSON value."""
     for text in _texts(value):
         text_in(text, path, where)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.core.errors import RecipeError
+import torch.distributed as dist
+
+from shardwise.core.errors import DataError, RecipeError
 from shardwise.data import Data
 from shardwise.engine.sampling import PositionedBatches, Sampler, SamplingObjective
 from shardwise.model.blueprint import Batch, Blueprint
@@ -68,6 +70,28 @@ class StepBatches:
 
     def micro_batches(self, step: int) -> list[Batch]:
         return self.batches.at(self.position(step)) if step < self.steps else []
+
+
+def require_one_data(data: Data) -> None:
+    """Raise DataError if ranks read other data: each node has files and a cache of its own. Collective.
+
+    Each rank computes the order of samples from its own data, so samples would repeat or be left out. Of a factory's
+    dataset the lengths are compared, because its items may be random.
+    """
+    every: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
+    dist.all_gather_object(every, (data.train_sequences, data.fingerprint if data.tokenizer else ""))
+    other = next((rank for rank, own in enumerate(every) if own != every[0]), None)
+    if other is None:
+        return
+    counts = every[0][0], every[other][0]
+    equal = counts[0] == counts[1]
+    why = (
+        "their tokens differ"
+        if equal
+        else f"rank 0 has {counts[0]:,} training samples, this one {counts[1]:,}"
+    )
+    fix = "give every node the same files and tokenizer, or a folder that all share"
+    raise DataError("the ranks read different data", where=f"rank {other}", why=why, fix=fix)
 
 
 def require_vocabulary(blueprint: Blueprint, data: Data, fix: str = "") -> None:

@@ -41,7 +41,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.kernel_check import after_each_check, newly_replaced
-from shardwise.trainer.batches import StepBatches, batches_of, require_vocabulary
+from shardwise.trainer.batches import StepBatches, batches_of, require_one_data, require_vocabulary
 from shardwise.trainer.evaluation import best_of, evaluate
 from shardwise.trainer.expert_watch import ExpertWatch
 from shardwise.trainer.faults.oom_restart import followed_oom, stop_on_oom
@@ -95,6 +95,7 @@ class Trainer:
         self.blueprint: Blueprint = blueprint_of(recipe)
         self.data: Data = open_data(recipe, self.blueprint.dataset)
         require_vocabulary(self.blueprint, self.data)
+        require_one_data(self.data)
         callbacks = open_callbacks(recipe.callbacks)
         named = recipe.trackers if dist.get_rank() == 0 else ()
         tracking = Tracking(named, job.folder, warn) if named else None

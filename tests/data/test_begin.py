@@ -116,6 +116,24 @@ def test_records_begin_with_it_untrained_and_chats_as_their_template_says(
     assert tokenizer.begin not in chats.encode(Record(said, "here"))[0]
 
 
+@pytest.mark.parametrize("stream", [{}, {"stream_window": 3}])
+def test_a_text_that_has_them_gets_no_second_ones(
+    stream: dict[str, int], adding: str, tmp_path: Path
+) -> None:
+    """As when it is served: a rendered chat in a column of text begins with BOS and ends with end-of-text."""
+    tokenizer = open_tokenizer(adding)
+    assert tokenizer.begin is not None
+    begin, end = (tokenizer.shown([token]) for token in (tokenizer.begin, tokenizer.separator))
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": t}) + "\n" for t in (f"{begin}the{end}", "the")))
+    data = open_data(recipe_with(source, adding, **stream), cache=tmp_path / "cache")
+    once = [tokenizer.begin, *tokenizer.encode("the"), tokenizer.separator]
+    found = data.micro_batches(0, 0, 1, 1)[0]["input_ids"].flatten().tolist()
+    assert found == (once * 2)[: len(found)] and len(found) > len(once)
+    record = Record({"prompt": f"{begin}the", "completion": end}, "here")
+    assert Encoder(DataSpec(), "prompt", tokenizer).encode(record) == (once, [False, False, True])
+
+
 def test_a_run_of_an_earlier_version_keeps_its_documents(adding: str, tmp_path: Path) -> None:
     """Its recipe does not have the key. A tokenizer that adds no BOS makes no difference."""
     source = tmp_path / "a.jsonl"

@@ -406,6 +406,41 @@ def test_a_template_that_writes_one_of_several_calls_is_refused(tmp_path: Path) 
     assert encoded(every, record)[1][0].count("<tool_call>") == 2
 
 
+@pytest.mark.parametrize("text", ["a\ud800", "a\0"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("train_on", ["completion", "all"])
+def test_variables_of_a_template_are_text_too(text: str, inside: bool, train_on: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "t", "{{ note }}" + templates.CHATML)
+    said = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    more = {"chat_template_kwargs": {"note": text}} if inside else {"note": [text]}
+    with pytest.raises(DataError, match=r"(not Unicode|NUL in text) \(a.jsonl:7\)"):
+        Encoder(DataSpec(train_on=train_on), "messages", open_tokenizer(folder)).encode(
+            Record({**said, **more}, "a.jsonl:7")
+        )
+    unread = Record({**said, "other": text}, "a.jsonl:7")
+    Encoder(DataSpec(train_on=train_on), "messages", open_tokenizer(folder)).encode(unread)
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("alpaca", {"instruction": "Halve it.", "input": 0, "output": "0"}),
+        ("alpaca", {"instruction": "Halve it.", "system": False, "output": "0"}),
+        ("messages", {"messages": [{"role": "user", "content": "a"}], "system": 0}),
+    ],
+)
+def test_zero_is_no_missing_text(name: str, record: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"'(input|system)' is not text"):
+        Encoder(DataSpec(), name, open_tokenizer("bytes")).encode(Record(record, "here"))
+
+
+def test_tools_nested_deeper_than_python_reads_are_one_line() -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    record = Record({"messages": said, "tools": "[" * 9000 + "]" * 9000}, "here")
+    with pytest.raises(DataError, match="'tools' is not a list"):
+        Encoder(DataSpec(), "messages", open_tokenizer("bytes")).encode(record)
+
+
 def test_a_history_may_be_json_text(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, templates.CHATML)
     pairs = [["a", "b"]]

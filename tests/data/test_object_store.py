@@ -54,6 +54,46 @@ def test_what_changes_is_read_again(store: Any) -> None:
     assert open_source("memory://bucket", "text").identity() != before
 
 
+def test_hidden_files_are_left_out_as_of_a_local_folder(store: Any) -> None:
+    for name in (".hidden.jsonl", ".ipynb_checkpoints/a.jsonl"):
+        store.pipe(f"/bucket/{name}", b'{"text": "hidden"}\n')
+    for pattern in ("", "/*.jsonl", "/**/*.jsonl*"):
+        assert "hidden" not in texts(f"memory://bucket{pattern}")
+    assert texts("memory://bucket/.*/*.jsonl") == ["hidden"]
+
+
+@pytest.mark.usefixtures("store")
+def test_every_match_of_a_glob_must_be_readable_as_of_a_local_one() -> None:
+    with pytest.raises(DataError, match=r"not a data file \(/bucket/README.bin"):
+        texts("memory://bucket/*")
+
+
+def test_the_fields_are_read_once_and_from_the_start_of_a_file(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow.parquet
+
+    line = json.dumps({"messages": "é" * 99}, ensure_ascii=False).encode() + b"\n"
+    pyarrow.parquet.write_table(pyarrow.table({"messages": ["a"], "tools": ["b"]}), tmp_path / "a.parquet")
+    files = {
+        "a.jsonl": line * 9000,
+        "a.csv": b"messages\na\n" * 200000,
+        "b.parquet": (tmp_path / "a.parquet").read_bytes(),
+    }
+    files["long.jsonl"] = json.dumps({"messages": "a" * (1 << 21)}).encode()
+    copied: list[str] = []
+    whole = type(store).get_file
+    monkeypatch.setattr(
+        type(store), "get_file", lambda self, path, *more: (copied.append(path), whole(self, path, *more))
+    )
+    for name, content in files.items():
+        store.pipe(f"/bucket/fields/{name}", content)
+        source = open_source(f"memory://bucket/fields/{name}", "text")
+        for _ in range(3):
+            assert source.fields() == {"messages", *(["tools"] if name == "b.parquet" else [])}
+    assert copied == ["/bucket/fields/long.jsonl"]
+
+
 def test_local_files_through_a_url_are_the_same_documents(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("words " * 50, encoding="utf-8")
     through, plain = (open_source(name, "text") for name in (f"file://{tmp_path}", str(tmp_path)))

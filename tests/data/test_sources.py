@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,53 @@ def test_a_folder_is_searched_in_the_order_of_paths_past_other_and_hidden_files(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert texts(tmp_path) == ["B.txt", "sub.txt", "sub/a.txt", "z.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "b.json", "c.csv", "d.parquet", "e.txt"])
+def test_documents_behind_a_place_are_those_of_the_whole_file(name: str, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    rows = [f"row {number}, café" for number in range(700)]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf\r\n \n" + lines(*rows).replace(b"\n", b"\n\n"))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": row} for row in rows]))
+    (tmp_path / "c.csv").write_text("text\n" + "".join(f'"{row}"\n' for row in rows))
+    (tmp_path / "e.txt").write_text("one")
+    table = pyarrow.table({"text": rows})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=300)
+    whole = documents(read_file(tmp_path / name, "text"))
+    for skip in (0, 1, 299, 300, 650, 699, 700):
+        assert documents(read_file(tmp_path / name, "text", skip)) == whole[skip:]
+
+
+def test_documents_that_are_skipped_are_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{not JSON}\n" + lines("later"))
+    assert documents(read_file(tmp_path / "a.jsonl", "text", 1)) == ["later"]
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("elsewhere/far.txt", "data/z/near.txt", "data/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    for name, place in (("far", "elsewhere"), ("b", "data/z"), ("loop", "data")):
+        (tmp_path / "data" / name).symlink_to(tmp_path / place)
+    assert texts(tmp_path / "data") == ["data/a.txt", "elsewhere/far.txt", "data/z/near.txt"]
+
+
+def test_a_glob_that_matches_a_file_twice_reads_it_once(tmp_path: Path) -> None:
+    (tmp_path / "sub/deep").mkdir(parents=True)
+    (tmp_path / "sub/deep/a.txt").write_text("one")
+    assert texts(f"{tmp_path}/**/**/*.txt") == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", "\n\n"), ("a.csv", "messages\n"), ("a.json", "[]")]
+)
+def test_the_first_record_may_be_in_a_later_file(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / "b.jsonl").write_text('{"messages": []}\n')
+    assert open_source(f"{tmp_path}/*", "text").fields() == {"messages"}
 
 
 def test_a_misspelled_path_is_not_looked_up_on_the_hub(
@@ -162,6 +210,21 @@ def test_saved_datasets_with_and_without_splits(tmp_path: Path) -> None:
     ]:
         with pytest.raises(DataError, match=says):
             texts(tmp_path / source, key)
+
+
+@pytest.mark.parametrize(
+    "form", [{"type": "numpy"}, {"type": "arrow"}, {"type": "pandas"}, {"columns": ["n"]}]
+)
+def test_the_format_of_a_saved_dataset_is_not_that_of_its_records(
+    form: dict[str, Any], tmp_path: Path
+) -> None:
+    import datasets
+
+    rows = [{"messages": [{"role": "user", "content": "a"}], "text": "b", "n": n} for n in range(2)]
+    datasets.Dataset.from_list(rows).with_format(**form).save_to_disk(str(tmp_path / "one"))
+    source = open_source(str(tmp_path / "one"), "text")
+    assert [record.fields for record in source.records(("messages", "text", "n"))] == rows
+    assert texts(tmp_path / "one") == ["b", "b"]
 
 
 def test_a_name_that_is_no_path_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

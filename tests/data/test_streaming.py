@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import pytest
 
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data import open_data
 from shardwise.data.batches import Data
+from shardwise.data.cache import remove_cache
 from shardwise.data.dataset import OpenedSource
 from shardwise.data.epochs import with_steps
 from shardwise.data.opening import open_splits
@@ -170,6 +173,27 @@ def test_held_out_documents_are_in_no_window(folder: Path, tmp_path: Path) -> No
     assert len(begun(held)) > 8 and len(begun(trained)) > 60 and not begun(held) & begun(trained)
 
 
+def test_sets_of_evaluation_are_whole(folder: Path, tmp_path: Path) -> None:
+    evaluation = {"sets": {"more": str(folder / "a.jsonl")}, "sequences": 3}
+    recipe = Recipe.model_validate({**recipe_for(folder).model_dump(), "evaluation": evaluation})
+    data = open_data(recipe, cache=tmp_path / "cache")
+    whole = open_splits(
+        spec_of(folder / "a.jsonl", stream_window=None), open_tokenizer("bytes"), tmp_path / "w"
+    )
+    rows = [whole.train.sample(n)["input_ids"].tolist() for n in range(len(whole.train))]
+    assert data.validation_sets == ["more"]
+    assert all(row in rows for row in data.held_out(0, 0, 1, 3, "more")[0]["input_ids"].tolist())
+
+
+def test_splits_of_a_saved_dataset_are_other_data(tmp_path: Path) -> None:
+    import datasets
+
+    splits = {name: datasets.Dataset.from_dict({"text": [name * 40]}) for name in ("train", "other")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    streams = [stream_of(f"{tmp_path}/saved{name}", tmp_path / "cache") for name in ("", "#other")]
+    assert streams[0].fingerprint != streams[1].fingerprint
+
+
 def test_a_mixture_of_streams_has_exact_shares_and_resumes(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("xyz " * 300, encoding="utf-8")
     mixture = [{"source": str(folder), "weight": 3}, {"source": str(tmp_path / "x.txt"), "weight": 1}]
@@ -190,6 +214,21 @@ def test_old_windows_are_removed(folder: Path, tmp_path: Path) -> None:
     stream._ahead[8].join()
     kept = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(kept) == 4, "the first with the held-out documents, 6, 7 and the one ahead"
+
+
+def test_runs_that_stream_one_source_share_its_windows(folder: Path, tmp_path: Path) -> None:
+    """The faster one removes windows. The slower one keeps those that it has opened, and writes others again."""
+    fast, slow = (stream_of(folder, tmp_path / "cache", packing=True) for _ in range(2))
+    expected = [fast.window(number).sample(3)["input_ids"].tolist() for number in range(6)]
+    cache = slow.window(4).cache
+    with filelock.FileLock(f"{cache.folder}.lock"):
+        threading.Thread(target=remove_cache, args=[cache.folder]).start()
+        time.sleep(0.05)
+        assert cache.folder.is_dir(), "one that a process writes stays"
+    remove_cache(cache.folder)
+    assert not cache.folder.exists()
+    assert len(cache.documents()) == cache.header.documents
+    assert [slow.window(number).sample(3)["input_ids"].tolist() for number in range(6)] == expected
 
 
 def test_a_dataset_of_the_hub_is_streamed_from_its_state(
@@ -247,6 +286,8 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path, folder: Path) -> Non
         open_data(recipe_for(tmp_path / "chats.jsonl"), cache=tmp_path / "cache")
     with pytest.raises(DataError, match="no held-out sequence in the first window"):
         open_data(recipe_for(folder, held_out=0.001), cache=tmp_path / "cache")
+    with pytest.raises(DataError, match="all its documents are held out"):
+        open_data(recipe_for(folder, held_out=1 - 1e-9), cache=tmp_path / "cache")
     epochs = recipe_for(folder).model_copy(update={"steps": None, "epochs": 2.0})
     with pytest.raises(RecipeError, match="a stream has no epochs"):
         with_steps(epochs)

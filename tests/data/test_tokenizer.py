@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.core.errors import DataError
 from shardwise.data.tokenizer import open_tokenizer
+from shardwise.data.turns import Turn
 
 TEXTS = ["def f(x):\n    return x\n", "zoë — 日本語 😀", ""]
 
@@ -88,6 +89,47 @@ def test_the_separator_is_what_the_folder_says_else_a_familiar_name(tmp_path: Pa
 def test_a_tokenizer_without_separator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no end-of-text token.*eos_token"):
         open_tokenizer(str(save(tmp_path / "t", ["<pad>"])))
+
+
+def test_an_end_of_text_token_that_is_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Another one would end the documents without a word."""
+    folder = save(tmp_path / "t", ["</s>"], {"eos_token": "<stop>"})
+    with pytest.raises(DataError, match=r"has no '<stop>' .*eos_token"):
+        open_tokenizer(str(folder))
+
+
+def test_special_tokens_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    extra = {"extra_special_tokens": {"image_token": "<image>"}, "tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = save(tmp_path / "t", ["<s>", "</s>", "<image>"], extra)
+    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}')
+    template = "{{ bos_token + image_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    ours, theirs = open_tokenizer(str(folder)), AutoTokenizer.from_pretrained(str(folder))
+    assert ours.chat is not None
+    text = ours.chat.opened([Turn("user", "Hi")], "here")
+    assert text == theirs.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert text == "<s><image>Hi</s>" and ours.separator == theirs.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", b'{"eos_token": "<stop'),
+        ("tokenizer_config.json", b'\xef\xbb\xbf{"eos_token": "</s>"}'),
+        ("tokenizer_config.json", b"[]"),
+        ("special_tokens_map.json", b"{"),
+        ("generation_config.json", b"{"),
+        ("chat_template.jinja", "{{ x }}".encode("utf-16")),
+    ],
+)
+def test_a_damaged_file_next_to_it_is_no_missing_one(name: str, content: bytes, tmp_path: Path) -> None:
+    folder = save(tmp_path / "t", ["<stop>", "</s>"])
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"unreadable {name}") as raised:
+        open_tokenizer(str(folder))
+    assert raised.value.line().isprintable()
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"model": 3}', "\x00\xff"])

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.tokenizer_files import begins_with, settings_next_to, special_in, templates_next_to
+from shardwise.data.tokenizer_files import begins_with, special_next_to, templates_next_to
 from shardwise.exporter.ends import ends_of
 from shardwise.exporter.hf_writer import Contents
 
@@ -100,7 +100,7 @@ def _tokenizer_in(contents: Contents) -> tuple[Path | None, dict[str, Any]]:
 
 def _add_special(writer: Any, contents: Contents, source: Path, numbers: Mapping[str, int]) -> None:
     """Add the special tokens, those that end an answer, and the chat templates."""
-    config, special = contents.layout.config, special_in(settings_next_to(source))
+    config, special = contents.layout.config, special_next_to(source)
     begin = begins_with(source)
     ids: dict[str, int | None] = {
         key: numbers.get(special.get(f"{key}_token", ""), config.get(f"{key}_token_id"))

@@ -112,8 +112,7 @@ def scores(model: RewardModel, texts: Sequence[str]) -> Tensor:
             where=model.blueprint.origin or model.blueprint.name,
             fix="copy the files of its tokenizer into its folder, or score tokens",
         )
-    begin = [] if cuts.begin is None else [cuts.begin]
-    return model([[*begin, *cuts.encode(text)] for text in texts])
+    return model([cuts.begun(cuts.encode(text)) for text in texts])
 
 
 def _empty_model(blueprint: Blueprint, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -173,7 +173,6 @@ def _documents(given: RewardInput, own: Tokenizer | None, folder: str) -> list[l
         why = f"it is not data.tokenizer, and does not have its tag {theirs.shown(sorted(lost)[:1])} of the prompts"
         fix = "give a reward model with the tokenizer of the prompts, or prompts without tags"
         raise RecipeError("the reward model has another tokenizer", where=where, why=why, fix=fix)
-    begin = [] if own.begin is None else [own.begin]
     ends = [[own.separator] if tokens[-1:] and tokens[-1] in theirs.ends else [] for tokens in given.tokens]
     texts = zip(*given.texts, ends, strict=True)
-    return [[*begin, *own.encode(prompt + completion), *end] for prompt, completion, end in texts]
+    return [[*own.begun(own.encode(prompt + completion)), *end] for prompt, completion, end in texts]
