@@ -238,6 +238,7 @@ OTHERS_PRIVATE = {
     "_no_split_modules": "transformers: the blocks of a model",
     "_keep_in_fp32_modules_strict": "transformers: tensors that it never loads in 16 bits",
     "_attn_implementation": "transformers: which attention a model calls",
+    "_supports_attention_backend": "transformers: whether a model calls the attention that it is told to",
     "_ignore_bidirectional_mask_sdpa": "transformers: leaves out a mask without padding, for which it reads values",
 }
 """Private attributes that are not PyTorch's, or that it documents, with the library and the reason."""

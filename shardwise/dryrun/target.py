@@ -28,6 +28,7 @@ from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
 from shardwise.runtime.accumulation import at_least_fp32
 from shardwise.runtime.attention.backend import MATH, BackendOrder, call_of, enabled_backends
+from shardwise.runtime.attention.local import LOCAL_PARTS
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
 from shardwise.runtime.parallel.attention_kernels import kernels_as
@@ -193,7 +194,7 @@ def _substituted(
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        parts = _Parts({**DECOMPOSITIONS, **emulated, **_SOLVERS, **CTC})
+        parts = _Parts({**DECOMPOSITIONS, **LOCAL_PARTS, **emulated, **_SOLVERS, **CTC})
         with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), parts:
             yield
 
@@ -291,7 +292,8 @@ class _Parts(DispatchMode):
 
 def _cpu_kernels(processes: int, attention: BackendOrder) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
-    return _Parts({**DECOMPOSITIONS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
+    parts = {**DECOMPOSITIONS, **LOCAL_PARTS, **EMULATED, **_SOLVERS, **CTC}
+    return _Parts({**parts, **with_workspaces(threads_of(processes))})
 
 
 TARGET_KERNELS: dict[str, TargetKernels] = {

@@ -20,24 +20,29 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
-def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, causal: bool = False) -> int:
+def attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, causal: bool = False, window: int = 0
+) -> int:
     """Two products per query head: scores and output. Shapes [b, h, s, d]; there may be fewer key heads.
 
-    A causal kernel skips the later half of the keys, as FlashAttention counts it (Dao 2023, section 4.1).
+    A causal kernel skips the later half of the keys, as FlashAttention counts it (Dao 2023, section 4.1), and those
+    before a query's last ``window`` ones, where that is not 0.
     """
-    return _pairs(query, key, causal) * (query[-1] + value[-1])
+    return _pairs(query, key, causal, window) * (query[-1] + value[-1])
 
 
 def attention_backward_flops(
-    query: torch.Size, key: torch.Size, value: torch.Size, causal: bool = False
+    query: torch.Size, key: torch.Size, value: torch.Size, causal: bool = False, window: int = 0
 ) -> int:
     """Five products per query head: recomputed scores, and gradients of scores, value, query and key."""
-    return _pairs(query, key, causal) * (3 * query[-1] + 2 * value[-1])
+    return _pairs(query, key, causal, window) * (3 * query[-1] + 2 * value[-1])
 
 
-def _pairs(query: torch.Size, key: torch.Size, causal: bool) -> int:
+def _pairs(query: torch.Size, key: torch.Size, causal: bool, window: int) -> int:
     """Twice the pairs of a query and a key in all query heads."""
     batch, heads, rows, _ = query
+    if window:
+        return batch * heads * (2 * rows * window - window * window)
     return (1 if causal else 2) * batch * heads * rows * key[-2]
 
 
@@ -45,6 +50,7 @@ _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
 _ATTENTION_FORWARD = frozenset(f"aten::_scaled_dot_product_{kernel}" for kernel in _KERNELS)
 _ATTENTION_BACKWARD = frozenset(f"{name}_backward" for name in _ATTENTION_FORWARD)
 _VARLEN, _VARLEN_BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
+_LOCAL = "shardwise::local_attention"
 """Attention kernels. The arguments are (query, key, value, ...); a backward kernel has its gradient before them.
 
 The registry's formula ignores grouped queries before torch 2.12 and causal attention, and lacks the CPU's kernel.
@@ -65,10 +71,13 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     name = func.name()
     if name in _ATTENTION_FORWARD or name == _VARLEN:
         query, key, value = _attention_shapes(func, args)
-        return attention_flops(query, key, value, _is_causal(func, args, kwargs))
+        return attention_flops(query, key, value, _is_causal(func, args, kwargs), _window(kwargs))
     if name in _ATTENTION_BACKWARD or name == _VARLEN_BACKWARD:
         query, key, value = _attention_shapes(func, args)
-        return attention_backward_flops(query, key, value, _is_causal(func, args, kwargs))
+        return attention_backward_flops(query, key, value, _is_causal(func, args, kwargs), _window(kwargs))
+    if name == _LOCAL:
+        query, key, value, _, mask, _, window = args
+        return attention_flops(query.shape, key.shape, value.shape, mask is None, window)
     if name == "aten::_grouped_mm":
         return grouped_flops(args[0].shape, args[1].shape)
     if name in _RECURRENT:
@@ -102,20 +111,22 @@ def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     if func.name() not in _ATTENTION_BACKWARD and func.name() != _VARLEN_BACKWARD:
         return 0
     query, key, _ = _attention_shapes(func, args)
-    return _pairs(query, key, _is_causal(func, args, kwargs)) * query[-1]
+    return _pairs(query, key, _is_causal(func, args, kwargs), _window(kwargs)) * query[-1]
 
 
 def _attention_shapes(func: Any, args: tuple[Any, ...]) -> list[torch.Size]:
     """Shapes of query, key and value, [b, h, s, d].
 
-    The kernel of variable length takes rows end to end, [b s, h, d]. Its documents are counted as if each row were one:
-    their lengths are on the device.
+    The kernel of variable length takes [b, s, h, d], or rows end to end, [b s, h, d]. Documents in these are counted as
+    if each row were one: their lengths are on the device.
     """
     names = [argument.name for argument in schema_of(func).arguments]
     first = names.index("query")
     shapes = [tensor.shape for tensor in args[first : first + 3]]
     if func.name() not in (_VARLEN, _VARLEN_BACKWARD):
         return shapes
+    if len(shapes[0]) == 4:
+        return [torch.Size((batch, heads, row, width)) for batch, row, heads, width in shapes]
     rows = [args[names.index(f"max_{of}")] for of in "qkk"]
     return [
         torch.Size((total // row, heads, row, width))
@@ -128,6 +139,12 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
         return bool(kwargs["is_causal"])
     index = [argument.name for argument in schema_of(func).arguments].index("is_causal")
     return bool(args[index]) if index < len(args) else False
+
+
+def _window(kwargs: Mapping[str, Any]) -> int:
+    """Keys that a query sees, itself the last one; 0 for all."""
+    before = kwargs.get("window_size_left")
+    return 0 if before is None or before < 0 else before + 1
 
 
 def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:

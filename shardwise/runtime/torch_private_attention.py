@@ -12,6 +12,7 @@ from shardwise.runtime.torch_private import aten
 flash_attention: Any = aten._scaled_dot_product_flash_attention
 flash_attention_backward: Any = aten._scaled_dot_product_flash_attention_backward
 flash_attention_varlen: Any = aten._flash_attention_forward
+flash_attention_varlen_backward: Any = aten._flash_attention_backward
 flash_attention_for_cpu: Any = aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
 efficient_attention: Any = aten._scaled_dot_product_efficient_attention

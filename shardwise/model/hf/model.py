@@ -41,6 +41,7 @@ from shardwise.model.blueprint import (
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
+from shardwise.model.hf.attention import LOCAL_ATTENTION
 from shardwise.model.hf.calls import no_guessing
 from shardwise.model.hf.conversion import fill_from_files, match_names, restore_buffers
 from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
@@ -372,10 +373,11 @@ def _block_signature(block: nn.Module) -> tuple[str, ...]:
 
 
 def _document_mask(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor:
-    """The mask of packed documents: boolean for SDPA, additive for eager attention, which needs whole rows."""
+    """The mask of packed documents: boolean for kernels, additive for eager attention, which needs whole rows."""
     seen = same_document(model, positions, starts)
-    if cast("Any", model).config._attn_implementation == "sdpa":
+    implementation = cast("Any", model).config._attn_implementation
+    if implementation == "sdpa":
         return seen
     if seen.shape[-1] != positions.shape[-1]:
         raise not_replaced(type(model).__name__)
-    return additive(seen, torch.float32)
+    return seen if implementation == LOCAL_ATTENTION else additive(seen, torch.float32)

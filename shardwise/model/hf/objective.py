@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.model.hf.attention import use_local_attention
 from shardwise.model.hf.experts import adds_router_loss, experts_implementation
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
@@ -68,6 +69,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
         if type(module).__name__ in _DRAWING:
             module.train = MethodType(_as_evaluated, module)  # type: ignore[method-assign]
     if objective == "causal":
+        use_local_attention(made)
         for module in made.modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # no token is padding

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind, before_ampere, kind_of
+from shardwise.hardware.kinds import DEVICE_KINDS, HOST, DeviceKind, before_ampere, kind_of
 from shardwise.runtime.torch_private_attention import (
     efficient_attention,
     efficient_attention_backward,
@@ -27,10 +28,15 @@ from shardwise.runtime.torch_private_attention import (
     flash_attention_backward,
     flash_attention_for_cpu,
     flash_attention_for_cpu_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
 )
 
 _LOGARITHMS = 32
 """The memory-efficient kernel pads its log-sum-exp to a multiple of this."""
+
+_BIAS_ALIGNMENT = 16
+"""Of a row of its mask, in elements."""
 
 _WIDTH_MULTIPLE = 8
 """The accelerators' kernels need head widths that are multiples of this."""
@@ -58,7 +64,7 @@ def planned_device() -> str | None:
 
 
 class Kernels(Protocol):
-    """q [b, a, s, d], k and v [b, k, t, d]; ``causal`` requires s = t."""
+    """q [b, a, s, d], k and v [b, k, t, d]; ``causal`` requires s = t, and excludes a mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """(output [b, a, s, d], log-sum-exp [b, a, s] in fp32, in fp64 for fp64)."""
@@ -70,16 +76,23 @@ class Kernels(Protocol):
 
 
 def _kernel_device(tensor: Tensor) -> DeviceKind:
-    return kind_of(tensor.device) if _kind_override is None else DEVICE_KINDS[_kind_override]
+    if _kind_override is not None:
+        return DEVICE_KINDS[_kind_override]
+    return HOST if tensor.is_meta else kind_of(tensor.device)  # of meta tensors only shapes are asked
 
 
-def kernels_for(tensor: Tensor) -> Kernels:
-    """The kernels for a tensor's dtype on its device, or on the planned device."""
+def kernels_for(tensor: Tensor, mask: Tensor | None = None) -> Kernels:
+    """The kernels for a tensor's dtype on its device, or on the planned device.
+
+    Args:
+        mask: additive, in the dtype of the tensor, [s, t] or with the dims of batch and heads before it.
+    """
     if _kernel_device(tensor).is_host:
-        return _OnCPU()
+        return _OnCPU(mask)
     if tensor.dtype == torch.float64:
-        return _Products()
-    return _Flash() if tensor.dtype in (torch.float16, torch.bfloat16) else _Efficient()
+        return _Products(mask)
+    in_flash = mask is None and tensor.dtype in (torch.float16, torch.bfloat16)
+    return _Flash() if in_flash else _Efficient(mask)
 
 
 def padding_for(tensor: Tensor) -> int:
@@ -97,13 +110,17 @@ def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
     return _kernel_device(like) is DEVICE_KINDS["cuda"] and not before_ampere(like.device)
 
 
+@dataclass(frozen=True, eq=False)
 class _OnCPU:
+    mask: Tensor | None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, logarithms = flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, logarithms = flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=self.mask, scale=scale)
         return out, logarithms
 
     def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = flash_attention_for_cpu_backward(*saved, 0.0, causal, scale=scale)
+        options = {"attn_mask": self.mask, "scale": scale}
+        dq, dk, dv = flash_attention_for_cpu_backward(*saved, 0.0, causal, **options)
         return dq, dk, dv
 
 
@@ -123,10 +140,42 @@ class _Flash:
         return dq, dk, dv
 
 
+@dataclass(frozen=True, eq=False)
+class WindowedFlash:
+    """Flash attention in 16 bits in which a query sees ``window`` tokens, itself the last one."""
+
+    window: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        rows = [x.transpose(1, 2) for x in (q, k, v)]
+        lengths = None, None, q.shape[2], k.shape[2]
+        options = {"scale": scale, **self._limits}
+        results: Any = flash_attention_varlen(*rows, *lengths, 0.0, causal, False, **options)
+        return results[0].transpose(1, 2), results[1]
+
+    def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        rows = [x.transpose(1, 2) for x in saved[:-1]]
+        lengths = None, None, saved[1].shape[2], saved[2].shape[2]
+        # The random state, which is unused without dropout.
+        state = [torch.empty(size, dtype=torch.uint64, device=saved[1].device) for size in ((2,), ())]
+        options = {"scale": scale, **self._limits}
+        dq, dk, dv = flash_attention_varlen_backward(
+            *rows, saved[-1].contiguous(), *lengths, 0.0, causal, *state, **options
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        return {"window_size_left": self.window - 1, "window_size_right": 0}
+
+
+@dataclass(frozen=True, eq=False)
 class _Efficient:
+    mask: Tensor | None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-        out, logarithms, *_ = efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        out, logarithms, *_ = efficient_attention(q, k, v, self._bias(q), True, 0.0, causal, scale=scale)
         return out, logarithms[:, :, : q.shape[2]]
 
     def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,16 +183,28 @@ class _Efficient:
         wide = [_repeated(x, q.shape[1]) for x in (k, v)]
         padded = F.pad(logarithms, (0, -q.shape[2] % _LOGARITHMS), value=torch.inf).contiguous()
         state = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
+        wanted = [True, True, True, False]
         dq, dk, dv, _ = efficient_attention_backward(
-            gradient, q, *wide, None, out, padded, *state, 0.0, [True, True, True, False], causal, scale=scale
+            gradient, q, *wide, self._bias(q), out, padded, *state, 0.0, wanted, causal, scale=scale
         )
         return dq, _sum_repeated(dk, k.shape[1]), _sum_repeated(dv, k.shape[1])
 
+    def _bias(self, q: Tensor) -> Tensor | None:
+        """The mask in the shape and with the alignment that the kernel requires."""
+        if self.mask is None:
+            return None
+        keys = self.mask.shape[-1]
+        aligned = F.pad(self.mask, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
+        return aligned.expand(*q.shape[:-1], keys)
 
+
+@dataclass(frozen=True, eq=False)
 class _Products:
+    mask: Tensor | None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-        scores = _scores(q, k, causal, scale)
+        scores = self._scores(q, k, causal, scale)
         logarithms = scores.logsumexp(-1)
         return (scores - logarithms.unsqueeze(-1)).exp() @ v, logarithms
 
@@ -151,19 +212,20 @@ class _Products:
         gradient, q, k, v, out, logarithms = saved
         heads = k.shape[1]
         k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-        probabilities = (_scores(q, k, causal, scale) - logarithms.unsqueeze(-1)).exp()
+        probabilities = (self._scores(q, k, causal, scale) - logarithms.unsqueeze(-1)).exp()
         of_scores = gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)
         of_scores = of_scores * probabilities * scale
         of_k, of_v = of_scores.mT @ q, probabilities.mT @ gradient
         return of_scores @ k, _sum_repeated(of_k, heads), _sum_repeated(of_v, heads)
 
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = q @ k.mT * scale
-    if not causal:
-        return scores
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, -torch.inf)
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        scores = q @ k.mT * scale
+        if self.mask is not None:
+            return scores + self.mask
+        if not causal:
+            return scores
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill(later, -torch.inf)
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:

@@ -55,6 +55,7 @@ ATTENTION_PREFIXES = (
     "aten::_efficient_attention_forward",
     "aten::_cudnn_attention_forward",
     "shardwise::ring_attention",
+    "shardwise::local_attention",
 )
 """Name prefixes of the attention kernels of all devices."""
 
