@@ -1,42 +1,106 @@
-"""Attention with sinks of transformers' models (gpt-oss and others), by kernels instead of whole scores.
+"""Attention with sinks and with sliding windows in transformers' models, by kernels that form no whole scores or masks.
 
-transformers computes it in eager mode, or by packages of FlashAttention that have sinks. In eager mode a layer saves
-its scores [b, a, s, s] several times. Here such a model runs ``local_attention`` (runtime/attention/local.py).
+Sinks (gpt-oss and others): transformers computes them in eager mode, or by packages of FlashAttention. In eager mode a
+layer saves its scores [b, a, s, s] several times.
 
-Refused: dropout of attention's probabilities, and layers of other kinds than full and sliding attention. These models
-stay in eager mode.
+Sliding windows (Gemma 3, Mistral and others): transformers passes a mask [1, 1, s, s] to SDPA, whose kernels then
+compute the whole square.
+
+Here both run ``local_attention`` (runtime/attention/local.py). ``SlidingWindow`` takes the place of the mask. Whole
+rows of other layers call SDPA as before.
+
+Refused: sinks with dropout of attention's probabilities, or next to layers of other kinds than full and sliding
+attention. These models stay in eager mode.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.attention.local import local_attention
+from shardwise.runtime.attention.local import local_attention, seen_keys
+from shardwise.runtime.documents import additive, same_document
+from shardwise.runtime.parallel.sequence import not_replaced
 
-LOCAL_ATTENTION = "shardwise"
-"""Name of ``_attention`` among transformers' implementations."""
+_WINDOWS, _SINKS = "shardwise_windows", "shardwise_sinks"
+LOCAL_ATTENTION = {_WINDOWS, _SINKS}
+"""Names of ``_attention`` among transformers' implementations."""
 _KINDS = {"full_attention", "sliding_attention"}
+_TAKES_MASKS = re.compile(r"isinstance\((?:\w+ := )?attention_mask, dict\)")
+"""In the code of models that take a mask for each kind of layer."""
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """The mask of whole rows in which a query sees itself and the ``tokens - 1`` tokens before it."""
+
+    tokens: int
 
 
 def use_local_attention(model: nn.Module) -> None:
-    """Let a causal model whose layers have sinks run ``local_attention``."""
+    """Let a causal model with sinks or sliding windows run ``local_attention``."""
+    config: Any = model.config
+    text = config.get_text_config()
+    kinds: Iterable[str] = getattr(text, "layer_types", None) or ()
+    if not _KINDS.issuperset(kinds) or not getattr(model, "_supports_attention_backend", False):
+        return
+    dropout: float = getattr(text, "attention_dropout", 0.0)
+    has_sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
+    by_kernels = config._attn_implementation == "sdpa" and isinstance(
+        getattr(text, "sliding_window", None), int
+    )
+    if by_kernels or (has_sinks and not dropout):
+        _register()
+        model.set_attn_implementation(_SINKS if has_sinks else _WINDOWS)  # type: ignore[operator]
+
+
+def takes_windows(model: nn.Module) -> bool:
+    """Whether the model takes masks of packed documents within sliding windows: one mask, or one for each kind."""
+    text = cast("Any", model).config.get_text_config()
+    if getattr(text, "attention_chunk_size", None):
+        return False
+    if not getattr(text, "layer_types", None):
+        return True
+    return bool(_TAKES_MASKS.search(inspect.getsource(sys.modules[type(model).__module__])))
+
+
+def document_masks(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor | dict[str, Tensor]:
+    """The masks of packed documents: boolean for kernels, additive for eager attention, which needs whole rows.
+
+    One for each kind of layer, if there are kinds with a window that is shorter than a row.
+    """
+    config = cast("Any", model).config
+    text = config.get_text_config()
+    seen = same_document(model, positions, starts)
+    length, window = seen.shape[-1], getattr(text, "sliding_window", None)
+    masks = {"full_attention": seen}
+    if isinstance(window, int) and window < length:
+        masks["sliding_attention"] = seen & seen_keys(length, window, seen.device)
+    if config._attn_implementation not in {"sdpa", *LOCAL_ATTENTION}:
+        if length != positions.shape[-1]:
+            raise not_replaced(type(model).__name__)
+        masks = {kind: additive(mask, torch.float32) for kind, mask in masks.items()}
+    if len(masks) > 1 and getattr(text, "layer_types", None):
+        return masks
+    return masks.get("sliding_attention", masks["full_attention"])
+
+
+def _register() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    config: Any = model.config
-    text = config.get_text_config()
-    if not any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules()):
-        return
-    kinds: Iterable[str] = getattr(text, "layer_types", None) or ()
-    dropout: float = getattr(text, "attention_dropout", 0.0)
-    if dropout or not _KINDS.issuperset(kinds) or not getattr(model, "_supports_attention_backend", False):
-        return
-    ALL_ATTENTION_FUNCTIONS.register(LOCAL_ATTENTION, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(LOCAL_ATTENTION, _mask)
-    model.set_attn_implementation(LOCAL_ATTENTION)  # type: ignore[operator]
+    for name in LOCAL_ATTENTION:
+        ALL_ATTENTION_FUNCTIONS.register(name, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_WINDOWS, _mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_SINKS, partial(_mask, of_sinks=True))
 
 
 def _attention(
@@ -44,29 +108,47 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    sliding_window: int | None = None,
+    attention_mask: Tensor | SlidingWindow | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
     s_aux: Tensor | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
     """q [b, a, s, d], k and v [b, k, t, d]; the output is [b, s, a, d]."""
-    out = local_attention(query, key, value, scaling, sliding_window, s_aux, attention_mask)
-    return out.transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = attention_mask.tokens if isinstance(attention_mask, SlidingWindow) else None
+    mask = None if isinstance(attention_mask, SlidingWindow) else attention_mask
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if s_aux is not None or (window is not None and not dropout):
+        out = local_attention(query, key, value, scale, window, s_aux, mask)
+        return out.transpose(1, 2).contiguous(), None
+    if window is not None:
+        mask = seen_keys(query.shape[2], window, query.device)[None, None]
+    options = {"scaling": scale, "dropout": dropout, **named}
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+    return out, None
 
 
 def _mask(
     q_length: int,
     kv_length: int,
     attention_mask: Tensor | None = None,
+    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    of_sinks: bool = False,
     **named: Any,
-) -> Tensor | None:
-    """None for whole rows without padding, else transformers' boolean mask."""
+) -> Tensor | SlidingWindow | None:
+    """The window, or None, for whole rows without padding, else transformers' boolean mask.
+
+    SDPA knows what no mask means for one query and many keys; sinks need a mask there.
+    """
     from transformers.masking_utils import sdpa_mask
 
     if allow_is_causal_skip and attention_mask is None and q_length == kv_length:
-        return None
-    sizes = {"q_length": q_length, "kv_length": kv_length, "attention_mask": attention_mask}
-    mask: Tensor | None = sdpa_mask(**sizes, allow_is_causal_skip=False, **named)
+        return None if local_size is None or local_size >= q_length else SlidingWindow(local_size)
+    named |= {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip and not of_sinks}
+    mask: Tensor | None = sdpa_mask(
+        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **named
+    )
     return mask

@@ -41,7 +41,7 @@ from shardwise.model.blueprint import (
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
-from shardwise.model.hf.attention import LOCAL_ATTENTION
+from shardwise.model.hf.attention import document_masks, takes_windows
 from shardwise.model.hf.calls import no_guessing
 from shardwise.model.hf.conversion import fill_from_files, match_names, restore_buffers
 from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
@@ -53,9 +53,7 @@ from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
 from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage
-from shardwise.runtime.documents import additive, same_document
 from shardwise.runtime.language_loss import language_loss, with_auxiliary
-from shardwise.runtime.parallel.sequence import not_replaced
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.parallel.tensor import TensorPlan
 from shardwise.runtime.quantization.as_parameter import StoredPacking
@@ -264,28 +262,45 @@ class HuggingFaceModel(Blueprint):
     ) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
         # Under seq2seq only the merged weights of two models are compared, and any decoder input will do.
-        inputs = {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
+        inputs: dict[str, Any] = {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
         if positions is not None and positions.dim() == 1:
             inputs = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:
-            inputs = {"position_ids": positions, "attention_mask": _document_mask(model, positions, starts)}
+            inputs = {"position_ids": positions, "attention_mask": document_masks(model, positions, starts)}
         with no_guessing():
             if not ends(model):
                 return hidden_states(model, {name: input_ids, **inputs})
             return cast("Tensor", model(**{name: input_ids}, use_cache=False, **inputs).logits)
 
     def packing_obstacle(self, model: nn.Module) -> str:
-        """Models that use ``create_causal_mask`` take a 4-D mask unchanged."""
+        """Models that use ``create_causal_mask`` take a 4-D mask unchanged, or one for each kind of layer."""
         text, kind = self.config.get_text_config(), type(model).__name__
         if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
             return f"{kind} builds its own attention mask"
+        if self._window() and not takes_windows(model):
+            return f"{kind} builds its own mask of {self._window()}"
         if getattr(text, "alibi", False):
             return f"{kind} uses ALiBi, whose distances ignore the borders of packed documents"
         if other := set(getattr(text, "layer_types", None) or ()) - _ATTENDING:
             return f"it has layers of the type {min(other)}"
-        return self.context_parallel_obstacle(model)
+        return self._positions_obstacle(model)
 
     def context_parallel_obstacle(self, model: nn.Module) -> str:
+        if window := self._window():
+            tokens = getattr(self.config.get_text_config(), window)
+            return f"its attention sees no more than {window} = {tokens} tokens back"
+        return self._positions_obstacle(model)
+
+    def _window(self) -> str:
+        """The config key of attention over a part of the training sequence, "" if all layers see the whole."""
+        values = {key: getattr(self.config.get_text_config(), key, None) for key in _WINDOWS}
+        shorter = (
+            key for key, value in values.items() if isinstance(value, int) and value < self.sequence_length
+        )
+        return next(shorter, "")
+
+    def _positions_obstacle(self, model: nn.Module) -> str:
+        """Why tokens cannot have other positions than those in their row."""
         text = self.config.get_text_config()
         if self.objective != "causal":
             return "its attention is not causal"
@@ -293,10 +308,6 @@ class HuggingFaceModel(Blueprint):
             return "its router's auxiliary loss is one of whole sequences"
         if "position_ids" not in inspect.signature(model.forward).parameters:
             return f"{type(model).__name__} takes no position_ids"
-        for key in _WINDOWS:
-            window = getattr(text, key, None)
-            if isinstance(window, int) and window < self.sequence_length:
-                return f"its attention sees no more than {key} = {window} tokens back"
         if any(kind in str(getattr(text, "rope_parameters", None)) for kind in _ROPE_BY_LENGTH):
             return "its rotary angles depend on the longest position that a rank sees"
         return ""
@@ -370,14 +381,3 @@ def _inside(path: str, blocks: dict[str, nn.Module]) -> bool:
 def _block_signature(block: nn.Module) -> tuple[str, ...]:
     shapes = [f"{name}{tuple(p.shape)}" for name, p in block.named_parameters()]
     return (type(block).__name__, *shapes)
-
-
-def _document_mask(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor:
-    """The mask of packed documents: boolean for kernels, additive for eager attention, which needs whole rows."""
-    seen = same_document(model, positions, starts)
-    implementation = cast("Any", model).config._attn_implementation
-    if implementation == "sdpa":
-        return seen
-    if seen.shape[-1] != positions.shape[-1]:
-        raise not_replaced(type(model).__name__)
-    return seen if implementation == LOCAL_ATTENTION else additive(seen, torch.float32)

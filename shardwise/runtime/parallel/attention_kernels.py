@@ -112,7 +112,7 @@ def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _OnCPU:
-    mask: Tensor | None
+    mask: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, logarithms = flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=self.mask, scale=scale)
@@ -171,7 +171,7 @@ class WindowedFlash:
 
 @dataclass(frozen=True, eq=False)
 class _Efficient:
-    mask: Tensor | None
+    mask: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q.shape[1]) for x in (k, v))
@@ -200,7 +200,7 @@ class _Efficient:
 
 @dataclass(frozen=True, eq=False)
 class _Products:
-    mask: Tensor | None
+    mask: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q.shape[1]) for x in (k, v))
