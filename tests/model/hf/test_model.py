@@ -108,7 +108,8 @@ def test_real_and_fake_runs_are_one_program_without_waits(
     assert real.names == fake.names
     attention = [n for n in real.names if "attention" in n and "backward" not in n]
     assert len(attention) == 3
-    assert ("aten.le.Tensor" in real.names) == (name == "mistral-window"), "only a window needs a mask"
+    assert all("local_attention" in n for n in attention) == (name == "mistral-window"), attention
+    assert "aten.le.Tensor" not in real.names, "transformers made a mask"
 
 
 def _forward_backward(blueprint: HuggingFaceModel, model: nn.Module, batch: Batch) -> None:
