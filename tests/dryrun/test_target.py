@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.dryrun import target
 from shardwise.dryrun.target import TARGET_KERNELS
+from shardwise.runtime.attention.local import local_attention
 
 
 def saved_bytes(function: object, *inputs: Tensor) -> int:
@@ -57,6 +61,32 @@ def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
         kept = saved_bytes(attention, q, k, v)
     exact = 2 * 256 * 32 * (8 + 2 + 2 + 8) + 4 * 8 * 256
     assert exact <= kept <= exact + 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("cuda", torch.bfloat16), ("rocm", torch.bfloat16), ("cuda", torch.float32)]
+)
+def test_windows_and_sinks_keep_no_scores_and_no_mask(kind: str, dtype: torch.dtype) -> None:
+    """q, k, v, the output, one fp32 log-sum per query and head, and the sinks; CUDA in 16 bits makes no mask either."""
+
+    class Largest(TorchDispatchMode):
+        squares = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            self.squares += sum(
+                isinstance(x, Tensor) and x.shape[-2:] == (256, 256) for x in tree_leaves(out)
+            )
+            return out
+
+    with FakeTensorMode(), Largest() as seen, TARGET_KERNELS[kind].kernels(1, ("flash", "efficient")):
+        q = torch.empty(1, 8, 256, 32, dtype=dtype, requires_grad=True)
+        k, v = (torch.empty(1, 2, 256, 32, dtype=dtype, requires_grad=True) for _ in "kv")
+        sinks = torch.empty(8, dtype=dtype, requires_grad=True)
+        kept = saved_bytes(lambda *inputs: local_attention(*inputs[:3], 0.1, 16, inputs[3]), q, k, v, sinks)
+    size = dtype.itemsize
+    assert kept == size * 256 * 32 * (8 + 2 + 2 + 8) + 4 * 8 * 256 + size * 8
+    assert (seen.squares == 0) == (kind == "cuda" and dtype == torch.bfloat16)
 
 
 def test_attention_on_mps_keeps_its_scores() -> None:
