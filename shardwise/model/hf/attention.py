@@ -36,6 +36,8 @@ LOCAL_ATTENTION = {_WINDOWS, _SINKS}
 _KINDS = {"full_attention", "sliding_attention"}
 _TAKES_MASKS = re.compile(r"isinstance\((?:\w+ := )?attention_mask, dict\)")
 """In the code of models that take a mask for each kind of layer."""
+_SLIDING_KIND = '"sliding_attention"'
+"""In the code of those whose kinds tell windows: all full layers of MiniMax have the window, if its config has one."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class SlidingWindow:
     """The mask of whole rows in which a query sees itself and the ``tokens - 1`` tokens before it."""
 
     tokens: int
+
+    def __getitem__(self, parts: tuple[slice, ...]) -> SlidingWindow:
+        """The mask of the last queries: Gemma 4 computes no others in layers that share keys."""
+        assert all(part.stop is None for part in parts)
+        return self
 
 
 def use_local_attention(model: nn.Module) -> None:
@@ -54,12 +61,17 @@ def use_local_attention(model: nn.Module) -> None:
         return
     dropout: float = getattr(text, "attention_dropout", 0.0)
     has_sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
-    by_kernels = config._attn_implementation == "sdpa" and isinstance(
-        getattr(text, "sliding_window", None), int
-    )
+    by_kernels = config._attn_implementation == "sdpa" and window_of(text) is not None
     if by_kernels or (has_sinks and not dropout):
         _register()
         model.set_attn_implementation(_SINKS if has_sinks else _WINDOWS)  # type: ignore[operator]
+        model.create_masks_for_generate = _made_by_the_model  # type: ignore[assignment]
+
+
+def window_of(text: Any) -> int | None:
+    """Tokens that a query of a sliding layer sees; None or 0 in a config (Qwen 2 MoE) means no window."""
+    window = getattr(text, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
 
 
 def takes_windows(model: nn.Module) -> bool:
@@ -69,7 +81,8 @@ def takes_windows(model: nn.Module) -> bool:
         return False
     if not getattr(text, "layer_types", None):
         return True
-    return bool(_TAKES_MASKS.search(inspect.getsource(sys.modules[type(model).__module__])))
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    return bool(_TAKES_MASKS.search(source)) and _SLIDING_KIND in source
 
 
 def document_masks(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor | dict[str, Tensor]:
@@ -80,9 +93,9 @@ def document_masks(model: nn.Module, positions: Tensor, starts: Tensor | None) -
     config = cast("Any", model).config
     text = config.get_text_config()
     seen = same_document(model, positions, starts)
-    length, window = seen.shape[-1], getattr(text, "sliding_window", None)
+    length, window = seen.shape[-1], window_of(text)
     masks = {"full_attention": seen}
-    if isinstance(window, int) and window < length:
+    if window is not None and window < length:
         masks["sliding_attention"] = seen & seen_keys(length, window, seen.device)
     if config._attn_implementation not in {"sdpa", *LOCAL_ATTENTION}:
         if length != positions.shape[-1]:
@@ -103,6 +116,11 @@ def _register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(_SINKS, partial(_mask, of_sinks=True))
 
 
+def _made_by_the_model(*, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+    """The mask that ``generate`` passes for a static cache: transformers takes tensors as made masks, not windows."""
+    return attention_mask
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -117,14 +135,19 @@ def _attention(
     """q [b, a, s, d], k and v [b, k, t, d]; the output is [b, s, a, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    window = attention_mask.tokens if isinstance(attention_mask, SlidingWindow) else None
-    mask = None if isinstance(attention_mask, SlidingWindow) else attention_mask
+    queries, keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if s_aux is not None or (window is not None and not dropout):
+    window, mask = None, attention_mask
+    if isinstance(mask, SlidingWindow):
+        window, mask = mask.tokens, None
+    elif mask is None and 1 < queries < keys and getattr(module, "is_causal", True):
+        window = keys
+    if window is not None and (dropout or queries != keys):
+        mask = seen_keys(keys, window, query.device)[-queries:][None, None]
+        window = None
+    if s_aux is not None or window is not None:
         out = local_attention(query, key, value, scale, window, s_aux, mask)
         return out.transpose(1, 2).contiguous(), None
-    if window is not None:
-        mask = seen_keys(query.shape[2], window, query.device)[None, None]
     options = {"scaling": scale, "dropout": dropout, **named}
     out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out, None
@@ -141,13 +164,15 @@ def _mask(
 ) -> Tensor | SlidingWindow | None:
     """The window, or None, for whole rows without padding, else transformers' boolean mask.
 
-    SDPA knows what no mask means for one query and many keys; sinks need a mask there.
+    SDPA knows what no mask means for one query and many keys; sinks need a mask there. The first queries of a static
+    cache, whose other keys are empty, get a mask: without one, ``_attention`` takes queries as the last of the keys.
     """
     from transformers.masking_utils import sdpa_mask
 
     if allow_is_causal_skip and attention_mask is None and q_length == kv_length:
         return None if local_size is None or local_size >= q_length else SlidingWindow(local_size)
-    named |= {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip and not of_sinks}
+    skip = allow_is_causal_skip and q_length in {1, kv_length} and not of_sinks
+    named |= {"local_size": local_size, "allow_is_causal_skip": skip}
     mask: Tensor | None = sdpa_mask(
         q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **named
     )

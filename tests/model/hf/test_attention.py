@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.hf.attention import takes_windows
 from shardwise.model.hf.calls import no_guessing
 from shardwise.model.hf.objective import build_for
 
@@ -29,6 +30,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None},
     "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {"num_hidden_layers": 6},
+    "gemma4_text": {"num_kv_shared_layers": 1, "global_head_dim": 8, "hidden_size_per_layer_input": 8},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
 }
 
@@ -89,6 +91,40 @@ def test_generation_with_a_cache_and_padding(family: str, implementation: str) -
     assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
 
 
+@pytest.mark.parametrize("keys", ["shared", "own"])
+def test_generation_with_a_static_cache(keys: str) -> None:
+    model: Any = model_of("mistral") if keys == "own" else sharing_keys()
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "disable_compile": True,
+    }
+    other = by_transformers(model, "sdpa")
+    for length in (4, 12):
+        ids = torch.randint(3, 64, (1, length))
+        assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
+
+
+def sharing_keys() -> nn.Module:
+    return model_of(
+        "gemma4_text", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+    )
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5])
+def test_layers_that_share_keys_compute_the_last_tokens_alone(kept: int) -> None:
+    model = sharing_keys().eval()
+    ids = torch.randint(3, 64, (2, 33))
+    mine, theirs = (logits(m, ids, logits_to_keep=kept) for m in (model, by_transformers(model, "sdpa")))
+    assert mine.shape[1] == (kept or 33) and (mine - theirs).abs().max() < 1e-12 * theirs.abs().max()
+
+
+def test_a_window_of_no_tokens_is_none() -> None:
+    model: Any = model_of("qwen2_moe", num_experts=4, num_experts_per_tok=2)
+    assert model.config.sliding_window == 0 and model.config._attn_implementation == "sdpa"
+
+
 def test_dropout_of_probabilities_with_sinks_stays_in_eager_mode() -> None:
     model: Any = model_of("gpt_oss", attention_dropout=0.1)
     assert model.config._attn_implementation == "eager"
@@ -115,6 +151,13 @@ def test_packed_documents_and_a_window_both_apply(family: str, tmp_path: Path) -
     for starts in (None, torch.tensor([[0, border]], dtype=torch.int32)):
         packed = blueprint.logits(model, ids, positions, starts)
         assert (packed - alone).abs().max() < 1e-6 * alone.abs().max()
+
+
+def test_packing_is_refused_if_full_layers_have_the_window() -> None:
+    model = model_of("minimax", layer_types=["full_attention"] * 2, num_local_experts=4)
+    assert (
+        not takes_windows(model) and takes_windows(model_of("mistral")) and takes_windows(model_of("gpt_oss"))
+    )
 
 
 def test_models_without_sinks_or_windows_keep_their_attention() -> None:
