@@ -295,7 +295,9 @@ class HuggingFaceModel(Blueprint):
         """The config key of attention over a part of the training sequence, "" if all layers see the whole."""
         values = {key: getattr(self.config.get_text_config(), key, None) for key in _WINDOWS}
         shorter = (
-            key for key, value in values.items() if isinstance(value, int) and value < self.sequence_length
+            key
+            for key, value in values.items()
+            if isinstance(value, int) and 0 < value < self.sequence_length
         )
         return next(shorter, "")
 
