@@ -54,7 +54,9 @@ def _spans() -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, LENGTHS, strict=True)]
 
 
-@pytest.fixture(params=["llama", "gpt2", "latent", "hf-llama", "hf-gpt2", "hf-qwen2-eager"])
+@pytest.fixture(
+    params=["llama", "gpt2", "latent", "hf-llama", "hf-gpt2", "hf-qwen2-eager", "hf-mistral-window"]
+)
 def blueprint(request: pytest.FixtureRequest, saved: Any) -> Blueprint:
     name: str = request.param
     if name in NATIVE:
@@ -66,6 +68,7 @@ def blueprint(request: pytest.FixtureRequest, saved: Any) -> Blueprint:
             vocab_size=51, n_embd=36, n_layer=3, n_head=3, n_positions=64
         ),
         "hf-qwen2-eager": lambda: transformers.Qwen2Config(**HF, tie_word_embeddings=True),
+        "hf-mistral-window": lambda: transformers.MistralConfig(**HF, sliding_window=4),
     }[name]()
     found = HuggingFaceModel(str(saved(config)), TOTAL)
     if name.endswith("eager"):
@@ -132,7 +135,7 @@ def test_models_that_would_let_documents_meet_are_refused(saved: Any) -> None:
     small = {"vocab_size": 51, "hidden_size": 32, "num_hidden_layers": 2}
     alibi = {**small, "num_attention_heads": 4, "alibi": True}
     cases = {
-        "sliding_window": transformers.MistralConfig(**HF, sliding_window=8),
+        "mask of attention_chunk_size": transformers.Llama4TextConfig(**HF, attention_chunk_size=8),
         "its own attention mask": transformers.MambaConfig(**small, state_size=4),
         "uses ALiBi": transformers.FalconConfig(**alibi),
         "layers of the type conv": transformers.Lfm2Config(

@@ -69,7 +69,7 @@ def written(*words: str) -> Recipe:
         ("llama", "chats.jsonl", 96, False),
         ("llama", "little.txt", 20, False),
         ("qwen3", "short.jsonl", 64, True),
-        ("gemma3_text", "short.jsonl", 64, False),  # packed records would see each other through its windows
+        ("gemma3_text", "short.jsonl", 64, True),
         ("gpt2", "text.txt", 96, False),
         ("bert", "text.txt", 96, False),
         ("roberta", "text.txt", 64, False),  # its positions begin at 2
