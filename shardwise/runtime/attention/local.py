@@ -140,9 +140,7 @@ def _kernels_of(q: Tensor, k: Tensor, mask: Tensor | None, window: int) -> tuple
 
 def seen_keys(length: int, window: int, device: torch.device) -> Tensor:
     """Bool [s, s]: the last ``window`` keys up to each query's own."""
-    position = torch.arange(length, device=device)
-    distance = position.unsqueeze(-1) - position
-    return (distance >= 0) & (distance < window)
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def _runs_windows(q: Tensor) -> bool:
