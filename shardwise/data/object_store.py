@@ -46,7 +46,7 @@ _CHANGE_KEYS = (
 
 _HEAD_BYTES = 1 << 20
 """Of a file, which nearly always have its first record."""
-_GLOB = re.compile(r"[*?\[]")
+_GLOB_SIGNS = re.compile(r"[*?\[]")
 
 
 class ObjectStore(Source):
@@ -112,10 +112,10 @@ class ObjectStore(Source):
 
     def _listed(self, location: str) -> list[str]:
         """The files, as those of a local folder or glob: nothing hidden, and every match of a glob."""
-        if _GLOB.search(location):
+        if _GLOB_SIGNS.search(location):
             found = self._system.glob(location, detail=True)
             paths = [path for path, info in found.items() if info["type"] != "directory"]
-            before = _GLOB.split(location)[0].rpartition("/")[0]
+            before = _GLOB_SIGNS.split(location)[0].rpartition("/")[0]
             paths = [path for path in paths if "/." in location or not _is_hidden(path, before)]
             for path in paths:
                 if not is_data_file(Path(path)):

@@ -17,7 +17,7 @@ from shardwise.runtime.torch_private import cast_floats, non_persistent_buffers
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Store a model's weights in ``dtype``, except for the tensors that transformers keeps in fp32."""
-    cast_floats(model, dtype, [*_tables(model), *_precise(model, dtype)])
+    cast_floats(model, dtype, [*_tables(model), *_kept_precise(model, dtype)])
     return model
 
 
@@ -29,7 +29,7 @@ def _tables(model: nn.Module) -> Iterator[Tensor]:
         yield from (buffer for name, buffer in module.named_buffers(recurse=False) if ours or name in unsaved)
 
 
-def _precise(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
+def _kept_precise(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
     """The tensors that classes of transformers name: some for every narrow dtype, some for fp16 alone."""
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == torch.float16 else [])]
     globs = {glob for module in model.modules() for key in lists for glob in getattr(module, key, None) or ()}

@@ -32,8 +32,8 @@ from shardwise.runtime.parallel.sequence import not_replaced
 
 _WINDOWS, _SINKS = "shardwise_windows", "shardwise_sinks"
 LOCAL_ATTENTION = {_WINDOWS, _SINKS}
-"""Names of ``_attention`` among transformers' implementations."""
-_KINDS = {"full_attention", "sliding_attention"}
+"""Names of ``_local_or_sdpa`` among transformers' implementations."""
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
 _TAKES_MASKS = re.compile(r"isinstance\((?:\w+ := )?attention_mask, dict\)")
 """In the code of models that take a mask for each kind of layer."""
 _SLIDING_KIND = '"sliding_attention"'
@@ -57,7 +57,7 @@ def use_local_attention(model: nn.Module) -> None:
     config: Any = model.config
     text = config.get_text_config()
     kinds: Iterable[str] = getattr(text, "layer_types", None) or ()
-    if not _KINDS.issuperset(kinds) or not getattr(model, "_supports_attention_backend", False):
+    if not _LAYER_KINDS.issuperset(kinds) or not getattr(model, "_supports_attention_backend", False):
         return
     dropout: float = getattr(text, "attention_dropout", 0.0)
     has_sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
@@ -111,7 +111,7 @@ def _register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in LOCAL_ATTENTION:
-        ALL_ATTENTION_FUNCTIONS.register(name, _attention)
+        ALL_ATTENTION_FUNCTIONS.register(name, _local_or_sdpa)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_WINDOWS, _mask)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_SINKS, partial(_mask, of_sinks=True))
 
@@ -121,7 +121,7 @@ def _made_by_the_model(*, attention_mask: Tensor | None, **_: Any) -> Tensor | N
     return attention_mask
 
 
-def _attention(
+def _local_or_sdpa(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -165,7 +165,7 @@ def _mask(
     """The window, or None, for whole rows without padding, else transformers' boolean mask.
 
     SDPA knows what no mask means for one query and many keys; sinks need a mask there. The first queries of a static
-    cache, whose other keys are empty, get a mask: without one, ``_attention`` takes queries as the last of the keys.
+    cache, whose other keys are empty, get a mask: without one, ``_local_or_sdpa`` takes queries as the last keys'.
     """
     from transformers.masking_utils import sdpa_mask
 

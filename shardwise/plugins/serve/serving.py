@@ -210,7 +210,7 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
     """Answer one batch. Ids from ``vocab`` on are padding of the model's vocabulary and are never chosen."""
     logits, room = _begun(answers, reader)
     while True:
-        rows, left, tokens = _finite(logits[:, :vocab].float().cpu()), [], []
+        rows, left, tokens = _require_finite(logits[:, :vocab].float().cpu()), [], []
         for row, answer in enumerate(answers):
             token, piece = answer.take(rows[row])
             if not piece.end:
@@ -232,7 +232,7 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
         logits, room = _begun(answers, reader)
 
 
-def _finite(rows: torch.Tensor) -> torch.Tensor:
+def _require_finite(rows: torch.Tensor) -> torch.Tensor:
     """The logits. Raises NumericsError for NaN and for infinitely likely tokens."""
     if bool((rows < torch.inf).all()):
         return rows

@@ -99,7 +99,7 @@ class _LocalAttention(torch.autograd.Function):
         return dq, dk, dv, of_sinks, None, None, None
 
 
-def _forward(
+def _attend_locally(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     kernels, causal = _kernels_of(q, k, mask, window)
@@ -110,7 +110,7 @@ def _forward(
     return out.mul_((logarithms - whole).exp_().unsqueeze(-1)), whole
 
 
-def _backward(
+def _local_gradients(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
@@ -154,11 +154,11 @@ def _runs_windows(q: Tensor) -> bool:
 def _trusts_windows(dtype: torch.dtype, width: int, device: torch.device) -> bool:
     shape = f"{str(dtype).removeprefix('torch.')}, sliding windows and sinks, head width {width}"
     return trusted(
-        KernelCheck("flash attention", shape, device, dtype, partial(_error, dtype, width, device))
+        KernelCheck("flash attention", shape, device, dtype, partial(_window_error, dtype, width, device))
     )
 
 
-def _error(dtype: torch.dtype, width: int, device: torch.device) -> float:
+def _window_error(dtype: torch.dtype, width: int, device: torch.device) -> float:
     """The largest error of a row of the output or of a gradient, for windows around the size of a tile."""
     generator, length = torch.Generator(device).manual_seed(0), 320
     shapes = [(1, heads, length, width) for heads in (4, 2, 2)]
@@ -195,8 +195,8 @@ def _in_fp64(
 
 
 LOCAL_PARTS: Mapping[str, Callable[..., Any]] = {
-    "local_attention": _forward,
-    "local_attention_backward": _backward,
+    "local_attention": _attend_locally,
+    "local_attention_backward": _local_gradients,
 }
 """Decomposition of the operators of the namespace ``shardwise``, for the dry run."""
 

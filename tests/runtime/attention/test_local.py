@@ -161,9 +161,9 @@ def test_the_check_of_a_kernel_sees_a_window_that_is_one_too_long(monkeypatch: p
 
     monkeypatch.setitem(globals(), "LENGTH", 320)
     with windowed_flash(monkeypatch):
-        right = local._error(torch.float64, 16, torch.device("cpu"))
+        right = local._window_error(torch.float64, 16, torch.device("cpu"))
         with scoped_kernels({"_flash_attention_forward": longer}, "CPU"):
-            wrong = local._error(torch.float64, 16, torch.device("cpu"))
+            wrong = local._window_error(torch.float64, 16, torch.device("cpu"))
     assert right < 1e-12 and wrong > 0.1
 
 
