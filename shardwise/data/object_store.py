@@ -92,8 +92,8 @@ class ObjectStore(Source):
     @cached_property
     def _fields(self) -> frozenset[str]:
         try:
-            found = (self._fields_in(path, int(size or 0)) for path, size, _ in self._states)
-            return next(filter(None, found), frozenset())
+            names_by_file = (self._fields_in(path, int(size or 0)) for path, size, _ in self._states)
+            return next(filter(None, names_by_file), frozenset())
         except DataError:  # malformed data is reported later, when all records are read
             return frozenset()
 
@@ -113,8 +113,8 @@ class ObjectStore(Source):
     def _listed(self, location: str) -> list[str]:
         """The files, as those of a local folder or glob: nothing hidden, and every match of a glob."""
         if _GLOB_SIGNS.search(location):
-            found = self._system.glob(location, detail=True)
-            paths = [path for path, info in found.items() if info["type"] != "directory"]
+            entries = self._system.glob(location, detail=True)
+            paths = [path for path, info in entries.items() if info["type"] != "directory"]
             before = _GLOB_SIGNS.split(location)[0].rpartition("/")[0]
             paths = [path for path in paths if "/." in location or not _is_hidden(path, before)]
             for path in paths:

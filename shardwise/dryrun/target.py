@@ -194,7 +194,7 @@ def _substituted(
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        parts = _Parts({**DECOMPOSITIONS, **LOCAL_PARTS, **emulated, **_SOLVERS, **CTC})
+        parts = _Parts({**_COMPOSED, **emulated})
         with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), parts:
             yield
 
@@ -267,7 +267,8 @@ def _eigenvectors(matrix: Tensor, uplo: str = "L", vectors: bool = True) -> tupl
     return eigenvectors
 
 
-_SOLVERS = {"aten::_linalg_eigh": _eigenvectors}
+_COMPOSED = {**DECOMPOSITIONS, **LOCAL_PARTS, **CTC, "aten::_linalg_eigh": _eigenvectors}
+"""Operators that are no single kernel on any device, and what they call."""
 
 
 class _Parts(DispatchMode):
@@ -292,8 +293,7 @@ class _Parts(DispatchMode):
 
 def _cpu_kernels(processes: int, attention: BackendOrder) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
-    parts = {**DECOMPOSITIONS, **LOCAL_PARTS, **EMULATED, **_SOLVERS, **CTC}
-    return _Parts({**parts, **with_workspaces(threads_of(processes))})
+    return _Parts({**_COMPOSED, **EMULATED, **with_workspaces(threads_of(processes))})
 
 
 TARGET_KERNELS: dict[str, TargetKernels] = {

@@ -51,12 +51,12 @@ class ByLength(Reader):
     def keep(self, rows: list[int]) -> None:
         self._texts = [self._texts[row] for row in rows]
         self._adapters = [self._adapters[row] for row in rows]
-        places = {row: place for place, row in enumerate(rows)}
+        new_row = {row: number for number, row in enumerate(rows)}
         sides = []
-        for old, reader in self._sides:
-            if kept := [place for place, row in enumerate(old) if row in places]:
+        for old_rows, reader in self._sides:
+            if kept := [index for index, row in enumerate(old_rows) if row in new_row]:
                 reader.keep(kept)
-                sides.append(([places[old[place]] for place in kept], reader))
+                sides.append(([new_row[old_rows[index]] for index in kept], reader))
         self._sides = sides
 
     def skip(self, count: int) -> None:

@@ -130,12 +130,11 @@ class _Flash:
         return results[0], results[1]
 
     def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = saved[1:3]
         logarithms = saved[-1].contiguous()  # the kernel ignores strides
-        # The random state, which is unused without dropout.
-        state = [torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ())]
+        lengths = None, None, saved[1].shape[2], saved[2].shape[2]
+        state = _unused_random_state(logarithms.device)
         dq, dk, dv = flash_attention_backward(
-            *saved[:-1], logarithms, None, None, q.shape[2], k.shape[2], 0.0, causal, *state, scale=scale
+            *saved[:-1], logarithms, *lengths, 0.0, causal, *state, scale=scale
         )
         return dq, dk, dv
 
@@ -156,11 +155,11 @@ class WindowedFlash:
     def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         rows = [x.transpose(1, 2) for x in saved[:-1]]
         lengths = None, None, saved[1].shape[2], saved[2].shape[2]
-        # The random state, which is unused without dropout.
-        state = [torch.empty(size, dtype=torch.uint64, device=saved[1].device) for size in ((2,), ())]
+        logarithms = saved[-1].contiguous()
+        state = _unused_random_state(logarithms.device)
         options = {"scale": scale, **self._limits}
         dq, dk, dv = flash_attention_varlen_backward(
-            *rows, saved[-1].contiguous(), *lengths, 0.0, causal, *state, **options
+            *rows, logarithms, *lengths, 0.0, causal, *state, **options
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -226,6 +225,11 @@ class _Products:
             return scores
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return scores.masked_fill(later, -torch.inf)
+
+
+def _unused_random_state(device: torch.device) -> list[Tensor]:
+    """That of flash attention's dropout, which these calls do not have."""
+    return [torch.empty(size, dtype=torch.uint64, device=device) for size in ((2,), ())]
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:

@@ -15,6 +15,7 @@ from shardwise.plugins.serve.evaluating import evaluate_text
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
 from shardwise.plugins.serve.serving import ServedModel, load_model
+from tests.harness.modules import with_large_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,7 +36,7 @@ def long_rope() -> nn.Module:
     length = {"original_max_position_embeddings": 12}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, **length}
     config = transformers.Phi3Config(**DECODER, **length, rope_parameters=rope)
-    return loud(transformers.Phi3ForCausalLM(config))
+    return with_large_weights(transformers.Phi3ForCausalLM(config))
 
 
 def short_mask() -> nn.Module:
@@ -44,16 +45,7 @@ def short_mask() -> nn.Module:
     config = transformers.GPTNeoConfig(
         **SIZES, **layers, window_size=8, max_position_embeddings=CONTEXT, intermediate_size=24
     )
-    return loud(transformers.GPTNeoForCausalLM(config))
-
-
-def loud(model: nn.Module) -> nn.Module:
-    chance = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0.0, 0.25, generator=chance)
-    return model.eval()
+    return with_large_weights(transformers.GPTNeoForCausalLM(config))
 
 
 def greedy(model: Any, prompt: str, tokens: int) -> str:
@@ -85,7 +77,7 @@ def narrow_router() -> nn.Module:
     mixture = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
     widths = {"moe_intermediate_size": 8, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8}
     heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "num_key_value_heads": 2, "topk_group": 1}
-    return loud(
+    return with_large_weights(
         transformers.DeepseekV3ForCausalLM(
             transformers.DeepseekV3Config(**DECODER | mixture | widths | heads)
         )
@@ -95,7 +87,7 @@ def narrow_router() -> nn.Module:
 def scaled_embedding() -> nn.Module:
     """Its scale is a buffer that no file has."""
     config = transformers.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=8)
-    return loud(transformers.Gemma3ForCausalLM(config))
+    return with_large_weights(transformers.Gemma3ForCausalLM(config))
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])

@@ -37,6 +37,7 @@ from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 from shardwise.verifier.reference import reference_model
+from tests.harness.modules import with_large_weights
 from tests.harness.tiers import quick
 
 torch.set_num_threads(1)
@@ -63,18 +64,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-def loud(model: nn.Module) -> nn.Module:
-    chance = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0.0, 0.25, generator=chance)
-    return model.eval()
-
-
 def native(family: str = "llama", context: int | None = 64) -> OpenedModel:
     blueprint = NativeModel(FAMILIES[family])
-    model = loud(reference_model(blueprint, 0, torch.float32)).requires_grad_(False)
+    model = with_large_weights(reference_model(blueprint, 0, torch.float32)).requires_grad_(False)
     return OpenedModel(blueprint, model, ByteTokenizer(), context, torch.float32, ByteTokenizer().ends)
 
 
@@ -315,7 +307,7 @@ def hf_folder(kind: str, place: Path) -> Path:
         sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=260, **sizes, **heads))
-    loud(model).save_pretrained(folder)
+    with_large_weights(model).save_pretrained(folder)
     return folder
 
 
