@@ -9,8 +9,8 @@ A run also keeps its best checkpoint (``checkpoint.best``). While the guard susp
 checkpoint is deleted, because a resumed run may rewind to it. (A run that is asked to stop saves even then.)
 
 There is always a complete checkpoint once there was one. A crash leaves folders named tmp-*, which no reader opens. The
-next start publishes a complete one (a crash just before the rename) and deletes the rest. Foreign folders without a
-manifest are neither counted nor deleted.
+next start publishes a complete one (a crash just before the rename) and deletes the rest. Foreign folders, which have
+neither a manifest nor shards, are neither counted nor deleted.
 
 Checkpoints newer than the one just saved are retired too. They belong to a branch that the run left, because the newer
 checkpoint was damaged or the run rewound after a loss spike.

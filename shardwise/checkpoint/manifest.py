@@ -231,15 +231,22 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def committed(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, newest first: folders named step-N that hold a manifest, unverified."""
+    """The checkpoints in ``folder``, newest first: folders named step-N that hold a manifest or shards, unverified.
+
+    Shards without a manifest are those of a checkpoint that was copied in part: a damaged one.
+    """
     if not folder.is_dir():
         return []
     checkpoints = [
         (step, path)
         for path in folder.iterdir()
-        if (step := step_of(path)) is not None and not path.is_symlink() and (path / MANIFEST).exists()
+        if (step := step_of(path)) is not None and not path.is_symlink() and _has_files(path)
     ]
     return [path for _, path in sorted(checkpoints, reverse=True)]
+
+
+def _has_files(checkpoint: Path) -> bool:
+    return (checkpoint / MANIFEST).exists() or any(checkpoint.glob("*.safetensors"))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

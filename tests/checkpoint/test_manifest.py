@@ -269,6 +269,16 @@ def test_a_link_in_place_of_a_checkpoint_is_not_one(folder: Path) -> None:
     assert latest(folder, warn=unexpected) == folder / "step-2"
 
 
+def test_shards_without_a_manifest_are_a_damaged_checkpoint(pool: Pool, folder: Path) -> None:
+    (folder / "step-2" / "manifest.json").unlink()
+    told: list[str] = []
+    assert latest(folder, told.append) == folder / "step-1"
+    assert len(told) == 1 and told[0].startswith("checkpoint step-2/manifest.json is damaged"), told
+    (folder / "step-1" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="all checkpoints are damaged"):
+        pool.run(1, restored_state, folder)
+
+
 def test_no_file_of_ours_unpickles() -> None:
     for name in ("checkpoint.py", "manifest.py", "commit.py", "shards.py"):
         text = (Path(manifests.__file__).parent / name).read_text()
