@@ -51,7 +51,19 @@ def command(
                 for line in next_lines(next_commands(out)):
                     say(line)
         return
+    _require_processes(placement.world_size, cluster.world_size)
     from shardwise.cli.under_launcher import train_as_rank  # loads torch
 
     device = cluster.device.traits.torch_type
     raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))
+
+
+def _require_processes(started: int, needed: int) -> None:
+    """Raise RecipeError before anything is planned or written: the same command would fail again."""
+    if started != needed:
+        raise RecipeError(
+            f"the recipe is for {needed} processes",
+            where="cluster",
+            why=f"this is one of {started}",
+            fix="start as many as nodes x devices_per_node, or set cluster.nodes and cluster.devices_per_node",
+        )

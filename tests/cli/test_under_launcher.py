@@ -14,8 +14,10 @@ import pytest
 
 from shardwise import worker
 from shardwise.checkpoint.run_folder import PAGE, RECIPE
+from shardwise.cli import train
 from shardwise.cli import under_launcher as joined
 from shardwise.cli.planner import FINISHED
+from shardwise.core.errors import RecipeError
 from shardwise.plugins.serve import samples
 from shardwise.report import run as reports
 from shardwise.technique import strategy_from
@@ -118,3 +120,18 @@ def test_a_run_that_ends_well_prints_nothing(
     assert join(0, 0) == 0
     assert capsys.readouterr() == ("", "")
     assert len(reported) == 1
+
+
+@pytest.mark.parametrize("started", [1, 3])
+def test_another_number_of_processes_than_the_recipes_is_refused(
+    started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is written; and not with 5, after which schedulers start a job again."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{model: {preset: tiny}, steps: 1, batch_size: 4, cluster: {devices_per_node: 2}}")
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    with pytest.raises(RecipeError, match=rf"the recipe is for 2 processes .*this is one of {started}"):
+        train.command(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
