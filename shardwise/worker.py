@@ -24,7 +24,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.core.user_objects import GIVEN, resolve
 from shardwise.hardware.profiles import kind_named
-from shardwise.launch.failure import rank_failure
+from shardwise.launch.failure import has_log, rank_failure
 from shardwise.launch.preload import WAIT, become
 from shardwise.launch.process import World, join
 from shardwise.launch.waiting import DUMP_SIGNAL
@@ -128,11 +128,14 @@ def attempt(action: Callable[[], None]) -> int:
 def report(error: ShardwiseError) -> int:
     """Report the error that ends this rank, in the exception's handler: to the launcher, and to standard error.
 
-    Returns the exit code.
+    Returns the exit code. The log has every trace; without one, an error that nothing else has caused has none.
     """
     heartbeat.own.tell(error.line())
+    handled = sys.exception()
+    says_all = isinstance(handled, ShardwiseError) and handled.__cause__ is None
     with contextlib.suppress(OSError):  # the log's disk may be full
-        traceback.print_exc()
+        if has_log() or not says_all:
+            traceback.print_exc()
         print(error.line(), file=sys.stderr, flush=True)
     return error.exit_code
 

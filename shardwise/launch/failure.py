@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 
 from shardwise.core.errors import RankError
+from shardwise.launch.placement import LAUNCHER
 from shardwise.launch.user_code import Frame, innermost_of_user
 
 
+def has_log() -> bool:
+    """Whether the standard error of this process is its log. Under torchrun and srun it is the job's."""
+    return LAUNCHER in os.environ
+
+
 def rank_failure(error: BaseException, rank: int) -> RankError:
-    """The error to report for an exception that is not Shardwise's own. The rest of the text is in the rank's log."""
+    """The error to report for an exception that is not Shardwise's own. The rest of the text is in the trace."""
     calls = [
         Frame(call.filename, call.lineno or 0, call.name)
         for call in traceback.extract_tb(error.__traceback__)
@@ -20,5 +27,5 @@ def rank_failure(error: BaseException, rank: int) -> RankError:
         f"rank {rank} failed",
         where=f"your model, {users}" if users else str(calls[-1]) if calls else "",
         why=f"{type(error).__name__}: {first}" if first else type(error).__name__,
-        fix=f"the trace is in rank-{rank}.log",
+        fix=f"the trace is {f'in rank-{rank}.log' if has_log() else 'above'}",
     )

@@ -14,9 +14,10 @@ import pytest
 
 from shardwise import worker
 from shardwise.core import heartbeat
-from shardwise.core.errors import ResourceError
+from shardwise.core.errors import Preempted, ResourceError
 from shardwise.core.heartbeat import ENDED, RUNNING, Beat
 from shardwise.launch.failure import rank_failure
+from shardwise.launch.placement import LAUNCHER
 
 
 def caught(folder: Path, code: str) -> Exception:
@@ -32,7 +33,8 @@ def caught(folder: Path, code: str) -> Exception:
     return raised.value
 
 
-def test_type_first_line_and_whose_code(tmp_path: Path) -> None:
+def test_type_first_line_and_whose_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER, "1")
     error = caught(tmp_path, "def loss():\n    raise ValueError('first line\\nsecond line')\n")
     assert rank_failure(error, 1).line() == (
         "error: rank 1 failed (your model, loss (model.py:2)): ValueError: first line; the trace is in rank-1.log"
@@ -82,6 +84,39 @@ def test_what_a_rank_tells_its_launcher(launchers: heartbeat.Heartbeat) -> None:
     beat = launchers.read()
     assert (beat.state, beat.marks, beat.step, beat.limit) == (ENDED, 3, 3, 2.5)
     assert beat.line.startswith("error: éé") and len(beat.line) > 300
+
+
+def fail() -> None:
+    raise ValueError("of the user's")
+
+
+def wrap() -> None:
+    try:
+        fail()
+    except ValueError as error:
+        raise ResourceError("cannot go on") from error
+
+
+def stop() -> None:
+    raise Preempted("stopped on request", why="saved")
+
+
+def test_without_a_log_only_an_error_with_a_cause_has_a_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for launcher, traced in (("", {wrap}), ("1", {wrap, stop})):
+        monkeypatch.delenv(LAUNCHER, raising=False)
+        if launcher:
+            monkeypatch.setenv(LAUNCHER, launcher)
+        for action in (wrap, stop):
+            worker.attempt(action)
+            told = capsys.readouterr().err
+            assert ("Traceback" in told) == (action in traced), told
+            assert told.splitlines()[-1].startswith("error: ")
+    monkeypatch.delenv(LAUNCHER)
+    with pytest.raises(ValueError, match="the user's") as raised:
+        worker.attempt(fail)
+    assert rank_failure(raised.value, 1).line().endswith("; the trace is above")
 
 
 class Full(io.StringIO):
