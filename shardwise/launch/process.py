@@ -8,6 +8,7 @@ authentication; like other trainers, it trusts the cluster's network.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def join(device_type: str | None = None) -> Iterator[World]:
         device_type: "cuda" or "cpu"; None takes CUDA if it is available.
 
     Raises:
-        ResourceError: this rank has no device.
+        ResourceError: this rank has no device, or the port of rank 0's store is in use.
         RankError: the rendezvous failed.
         RecipeError: the environment contradicts itself.
     """
@@ -69,15 +70,25 @@ def join(device_type: str | None = None) -> Iterator[World]:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     try:
         _meet(_store(placement), placement.rank, placement.world_size, device)
-    except RuntimeError as error:  # the base class of DistNetworkError and DistStoreError
-        raise RankError(
-            f"rank {placement.rank} of {placement.world_size} did not meet the others",
-            where=f"{placement.host}:{placement.port}",
-            why=str(error).splitlines()[0],
-        ) from error
+    except (OSError, RuntimeError) as error:  # the base class of DistNetworkError and DistStoreError
+        raise _failed_rendezvous(placement, error) from error
     yield World(placement.rank, placement.world_size, placement.local_rank, device)
     dist.barrier()  # rank 0 holds the store
     dist.destroy_process_group()
+
+
+def _failed_rendezvous(placement: Placement, error: Exception) -> ResourceError | RankError:
+    where, why = f"{placement.host}:{placement.port}", str(error).splitlines()[0]
+    if getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in why:
+        return ResourceError(
+            f"port {placement.port} is in use",
+            where=where,
+            why="rank 0 could not listen for the others",
+            fix="set MASTER_PORT to a free port",
+        )
+    return RankError(
+        f"rank {placement.rank} of {placement.world_size} did not meet the others", where=where, why=why
+    )
 
 
 def _meet(store: Store | None, rank: int, world_size: int, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -174,6 +175,21 @@ def never_met() -> str:
     with pytest.raises(RankError) as caught, join():
         pass
     return caught.value.line()
+
+
+def on_a_used_port(starter: str) -> str:
+    dist.destroy_process_group()
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        os.environ.update(environment_of(starter, 0, 2, used.getsockname()[1]))
+        with pytest.raises(ResourceError) as caught, join():
+            pass
+        return caught.value.line()
+
+
+@pytest.mark.parametrize("starter", ["srun", "torchrun"])
+def test_a_port_that_is_in_use_is_named(pool: Pool, starter: str) -> None:
+    (line,) = pool.run(1, on_a_used_port, starter)
+    assert re.match(r"error: port (\d+) is in use \(127\.0\.0\.1:\1\): .*set MASTER_PORT", line), line
 
 
 def test_ranks_that_do_not_meet(pool: Pool) -> None:
