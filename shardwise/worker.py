@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.run_folder import read_job
+from shardwise.checkpoint.run_folder import job_unless_refused, read_job
 from shardwise.core import heartbeat
 from shardwise.core.errors import RankError, ShardwiseError
 from shardwise.core.plan import Plan
@@ -88,7 +88,9 @@ def _run_verb(verb: str, folder: Path, world: World, exact_memory: bool) -> None
     recipe, plan = read_job(folder)
     _require(world, plan)
     if verb == "train":
-        Trainer(Job(recipe, plan, folder, world.device, exact_memory)).train()
+        with job_unless_refused(folder, world.rank == 0):
+            trainer = Trainer(Job(recipe, plan, folder, world.device, exact_memory))
+        trainer.train()
     else:
         run_verification(recipe, plan.strategy, folder, world.device)
 

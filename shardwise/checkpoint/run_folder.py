@@ -2,7 +2,8 @@
 
 ``generate`` and ``export`` take the tokenizer from ``recipe.yaml``, so only a run that will train replaces it. A run
 that ``resume_checks.py`` refuses, or that is finished, does not reach ``write_job``. Checks that need the data or the
-tensors follow in the workers. The report of the run before is deleted when they have accepted the new run.
+tensors follow in the workers. If they refuse the run, its former recipe and plan come back (``job_unless_refused``);
+when they have accepted it, the report of the run before is deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from shardwise.core.atomic_file import make_folder, write_whole
-from shardwise.core.errors import RecipeError, ResourceError
+from shardwise.core.errors import RecipeError, ResourceError, ShardwiseError
 from shardwise.core.json_file import read_json, text_of
 from shardwise.core.paths import only_a_path, path_of
 from shardwise.core.plan import Plan, read_plan, unusable
@@ -107,16 +108,50 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def write_job(folder: Path, recipe: Recipe, plan: Plan) -> None:
-    """Write the resolved recipe and the plan, which is all that workers read.
+    """Write the resolved recipe and the plan, which is all that workers read. Keep the former ones until they accept.
 
     Raises:
-        ResourceError: a file cannot be written. Each file is then whole, the old one or the new one.
+        ResourceError: a file cannot be written. Former files, if any, are then back.
     """
     with _writing(folder):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-    write_whole(folder / RECIPE, dump_recipe(recipe).encode())
-    # The plan last, so that a folder with a plan has the recipe of that plan.
-    write_whole(folder / PLAN, plan.to_json().encode())
+    for name in (RECIPE, PLAN):
+        # It fails, as it should, where there is none, or one that is older: workers were killed before they accepted.
+        # A file system without hard links keeps none.
+        with suppress(OSError):
+            os.link(folder / name, _former(folder, name))
+    try:
+        write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+        # The plan last, so that a folder with a plan has the recipe of that plan.
+        write_whole(folder / PLAN, plan.to_json().encode())
+    except ResourceError:
+        _restore_former(folder)
+        raise
+
+
+@contextmanager
+def job_unless_refused(folder: Path, writes: bool) -> Iterator[None]:
+    """The block opens the run of the folder's job. After an error the rank that ``writes`` restores the former job."""
+    try:
+        yield
+    except ShardwiseError:
+        if writes:
+            _restore_former(folder)
+        raise
+    for name in (RECIPE, PLAN) if writes else ():
+        with suppress(OSError):
+            _former(folder, name).unlink()
+
+
+def _restore_former(folder: Path) -> None:
+    for name in (RECIPE, PLAN):
+        with suppress(OSError):
+            _former(folder, name).replace(folder / name)
+            _former(folder, name).unlink()  # it is there yet if both were the same file
+
+
+def _former(folder: Path, name: str) -> Path:
+    return folder / f".{name}.former"
 
 
 def read_outcome(folder: Path) -> Outcome | None:

@@ -230,3 +230,17 @@ def test_a_damaged_end_is_trained_again(
     assert run(words(out=tmp_path / "run")) == 75
     assert started == [(1, ["train", "--", str(tmp_path / "run")])]
     assert json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))["fits"]
+
+
+@pytest.mark.parametrize("override", ["strategy.precision=fp64", "data.source=other.txt"])
+def test_what_the_workers_refuse_leaves_the_recipe_and_the_plan(
+    override: str, folder: Path, tmp_path: Path, shell: Shell
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "other.txt").write_text(RECIPE * 20, encoding="utf-8")
+    before = contents(tmp_path / "run")
+    done = shell.run(*TRAIN, "steps=3", override, folder=tmp_path)
+    assert done.returncode in (3, 4) and "error: the checkpoint " in done.stderr
+    after = contents(tmp_path / "run")
+    assert after.keys() == before.keys()
+    assert [name for name in ("recipe.yaml", "plan.json") if after[name] != before[name]] == []
