@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.errors import RecipeError
 from shardwise.engine.schedule import learning_rate, multiplier
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import ScheduleSpec
@@ -173,3 +175,22 @@ def test_the_rate_of_a_step_is_the_scaled_peak_times_the_schedule() -> None:
     recipe = recipe_of(values)
     last = 4e-3 * (1 - math.sqrt(9 / 10))
     assert [learning_rate(recipe, step) for step in (0, 50, 99)] == pytest.approx([4e-4, 4e-3, last])
+
+
+def returns_nan(step: int, steps: int) -> float:
+    return math.nan
+
+
+def returns_infinity(step: int, steps: int) -> float:
+    return math.inf
+
+
+def returns_a_negative_number(step: int, steps: int) -> float:
+    return -1.0
+
+
+@pytest.mark.parametrize("function", [returns_nan, returns_infinity, returns_a_negative_number])
+def test_a_function_that_returns_no_share_of_the_peak_is_refused(function: Callable[..., float]) -> None:
+    schedule = ScheduleSpec(factory=f"{__name__}:{function.__name__}")
+    with pytest.raises(RecipeError, match=r"failed at step 3 .* no share of the peak"):
+        multiplier(schedule, 3, STEPS)
