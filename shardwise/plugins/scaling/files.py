@@ -109,8 +109,8 @@ def _power_law(name: str, source: str, values: Mapping[str, Any], fitted: Fitted
     for number, row in enumerate(values["rows"], 1):
         parameters, flops, tokens = (_positive(value, f"rows[{number}]") for value in row)
         rows.append((parameters, flops, tokens))
-    if len(rows) < 2:
-        raise ValueError("rows must be at least two")
+    if len({flops for _, flops, _ in rows}) < 2:
+        raise ValueError("rows must have at least two numbers of FLOPs")
     scale, exponent = log_log_fit([flops for _, flops, _ in rows], [parameters for parameters, _, _ in rows])
     if not 0 < exponent < 1:
         raise ValueError(f"rows must grow: parameters ~ FLOPs^{exponent:.3g}")

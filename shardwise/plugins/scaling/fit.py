@@ -29,8 +29,9 @@ FEWEST_SIZES = 3
 _ITERATIONS = 400
 _CONVERGED = 1e-12
 """Relative decrease of the objective in one iteration."""
-_STEEPEST = 5.0
-"""Largest exponent; a steeper term is a wall between two runs, which they do not determine."""
+_FLATTEST, _STEEPEST = 0.01, 5.0
+"""Least and greatest exponent. A flatter term falls by a tenth over five orders of magnitude, and so is a part of E; a
+steeper one is a wall between two runs. The runs determine neither."""
 _EXPONENTS = (0.1, 0.25, 0.4, 0.7, 1.2)
 _FLOORS = (0.2, 0.6, 0.9)
 """Starts of E, as a share of the lowest loss."""
@@ -78,6 +79,12 @@ class Fit:
         """95 % interval of the compute-optimal number of parameters."""
         return interval([draw.optimum(flops).parameters for draw in self.draws])
 
+    @property
+    def undetermined(self) -> tuple[str, ...]:
+        """Exponents whose 95 % interval reaches a limit of the search."""
+        ends = ((key, self.law.intervals.get(key, ())) for key in ("alpha", "beta"))
+        return tuple(key for key, pair in ends if _FLATTEST in pair or _STEEPEST in pair)
+
     def exponent_interval(self) -> tuple[float, float]:
         """95 % interval of a in N ~ C^a."""
         return interval([draw.exponent for draw in self.draws])
@@ -93,7 +100,8 @@ def fit_law(points: Sequence[TrainedPoint], *, draws: int = DRAWS, seed: int = 0
     """Fit a law to the ends of runs; the bootstrap draws points with replacement.
 
     Raises:
-        DataError: there are too few sizes, token counts or points for five coefficients.
+        DataError: there are too few sizes, token counts or points for five coefficients, or an exponent of the best
+            fit is the least or the greatest.
     """
     _refuse_too_few(points)
     problem = _Problem(
@@ -104,6 +112,7 @@ def fit_law(points: Sequence[TrainedPoint], *, draws: int = DRAWS, seed: int = 0
     once = np.ones((1, len(points)))
     ends, objectives = problem.solve(problem.starts(), once)
     best = ends[np.argmin(objectives)]
+    _refuse_limits(*best[3:])
     counts = np.random.default_rng(seed).multinomial(len(points), [1 / len(points)] * len(points), size=draws)
     drawn, _ = problem.solve(np.tile(best, (draws, 1)), counts.astype(np.float64))
     laws = tuple(problem.law(theta, name) for theta in drawn)
@@ -123,6 +132,17 @@ def _refuse_too_few(points: Sequence[TrainedPoint]) -> None:
         f" at least 6, {FEWEST_SIZES} and {FEWEST_SIZES} are needed",
         fix="train more sizes, and branches of WSD runs for more numbers of tokens",
     )
+
+
+def _refuse_limits(alpha: float, beta: float) -> None:
+    for exponent, quantity in ((alpha, "parameters"), (beta, "tokens")):
+        if exponent in (_FLATTEST, _STEEPEST):
+            raise DataError(
+                "the runs do not determine a law",
+                where="shardwise fit",
+                why=f"the best fit has the exponent {exponent:g} for {quantity}, the limit of the search",
+                fix="train each size to several numbers of tokens, and compare runs of one recipe",
+            )
 
 
 def _with_intervals(
@@ -209,11 +229,10 @@ class _Problem:
                 break
             weighted = counts if len(counts) == 1 else counts[where]
             proposed = theta[where] + self._step(theta[where], weighted, damping[where])
+            proposed[:, 3:] = proposed[:, 3:].clip(_FLATTEST, _STEEPEST)
             with np.errstate(over="ignore", invalid="ignore"):
                 new = _huber(self.residuals(proposed), weighted)
-            exponents = proposed[:, 3:]
-            valid = np.isfinite(new) & ((exponents > 0) & (exponents < _STEEPEST)).all(axis=1)
-            better = valid & (new <= objective[where])
+            better = np.isfinite(new) & (new <= objective[where])
             gain = objective[where] - new
             done = (better & (gain <= _CONVERGED * objective[where])) | (damping[where] > 1e12)
             theta[where[better]] = proposed[better]

@@ -109,19 +109,24 @@ class ParametricLaw:
 
     def optimum(self, flops: float) -> SizeAndTokens:
         """Closed form (Hoffmann et al., equation 4): G = (alpha A / beta B)^(1 / (alpha + beta))."""
-        scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
+        log_scale = self._log_gains / (self.alpha + self.beta)
         products = flops / FLOPS_PER_PARAMETER
-        parameters = scale * products**self.exponent
+        parameters = _bounded_exp(log_scale + self.exponent * math.log(products))
         return SizeAndTokens(parameters, products / parameters)
 
     def parameters_for(self, tokens: float) -> float:
         """Where a further parameter and a further token gain equally: alpha A N^-alpha = beta B D^-beta."""
-        return (self.alpha * self.A / (self.beta * self.B) * tokens**self.beta) ** (1 / self.alpha)
+        return _bounded_exp((self._log_gains + self.beta * math.log(tokens)) / self.alpha)
+
+    @property
+    def _log_gains(self) -> float:
+        """Logarithm of alpha A / beta B."""
+        return math.log(self.alpha) + math.log(self.A) - math.log(self.beta) - math.log(self.B)
 
     def tokens_for(self, parameters: float, loss: float) -> float:
         """Tokens after which N parameters reach ``loss``; infinity if they never do."""
         left = loss - self.E - self.A * parameters**-self.alpha
-        return math.inf if left <= 0 else (self.B / left) ** (1 / self.beta)
+        return math.inf if left <= 0 else _bounded_exp((math.log(self.B) - math.log(left)) / self.beta)
 
     def flops_for(self, loss: float) -> float:
         """FLOPs with which the best model reaches ``loss``; infinity for the irreducible loss E and below."""
@@ -129,7 +134,7 @@ class ParametricLaw:
         left = (loss - self.E) / (1 + self.alpha / self.beta)
         if left <= 0:
             return math.inf
-        parameters = (self.A / left) ** (1 / self.alpha)
+        parameters = _bounded_exp((math.log(self.A) - math.log(left)) / self.alpha)
         return SizeAndTokens(parameters, self.tokens_for(parameters, loss)).flops
 
 
@@ -158,11 +163,17 @@ class PowerLaw:
 
     def parameters_for(self, tokens: float) -> float:
         # N = scale (6 N D)^a, solved for N.
-        return (self.scale * (FLOPS_PER_PARAMETER * tokens) ** self.exponent) ** (1 / (1 - self.exponent))
+        of_tokens = self.exponent * math.log(FLOPS_PER_PARAMETER * tokens)
+        return _bounded_exp((math.log(self.scale) + of_tokens) / (1 - self.exponent))
 
     def merit(self, parameters: float, tokens: float) -> float:
         wanted = self.optimum(SizeAndTokens(parameters, tokens).flops).parameters
         return abs(math.log(parameters / wanted))
+
+
+def _bounded_exp(logarithm: float) -> float:
+    """The exponential, between 1e-130 and 1e130: small exponents of a law ask for sizes that no float holds."""
+    return math.exp(min(max(logarithm, -300.0), 300.0))
 
 
 def log_log_fit(x: list[float], y: list[float]) -> tuple[float, float]:

@@ -118,6 +118,32 @@ def test_too_few_runs_are_refused() -> None:
         assert "branches of WSD runs" in caught.value.line()
 
 
+RISING = ParametricLaw("rising", "", 1.0, 1.0, 1.0, -0.05, 0.3)
+"""Losses that rise with the model's size."""
+WALL = ParametricLaw("wall", "", 1.8, 1e59, 2000.0, 8.0, 0.36)
+"""Losses that nearly all of the sizes share."""
+
+
+@pytest.mark.parametrize(("law", "limit"), [(RISING, "0.01"), (WALL, "5")])
+def test_runs_that_do_not_determine_a_law_are_refused(law: ParametricLaw, limit: str) -> None:
+    sizes, lengths = (1e7, 2e7, 4e7, 8e7), (1e9, 2e9, 4e9, 8e9)
+    points = [TrainedPoint(n, d, law.loss(n, d)) for n, d in itertools.product(sizes, lengths)]
+    with pytest.raises(DataError, match=f"do not determine a law .* exponent {limit} for parameters"):
+        fit_law(points, draws=20)
+
+
+def test_an_exponent_whose_interval_reaches_a_limit_is_not_determined() -> None:
+    """Twenty tokens for each parameter: the runs do not tell the one from the other."""
+    random = np.random.default_rng(2)
+    points = [
+        TrainedPoint(n, 20 * n, truth().loss(n, 20 * n) * math.exp(0.002 * random.standard_normal()))
+        for n in np.geomspace(1e7, 1e10, 12).tolist()
+    ]
+    fit = fit_law(points, draws=100)
+    assert fit.undetermined and all(map(math.isfinite, fit.optimum_interval(1e21)))
+    assert not fit_law(synthetic(1), draws=20).undetermined
+
+
 def test_the_file_of_a_fit_is_the_law(tmp_path: Path) -> None:
     points = synthetic(2, 5, 5)
     found = fit_law(points, draws=20)

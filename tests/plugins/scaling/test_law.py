@@ -112,6 +112,14 @@ def test_the_size_for_a_number_of_tokens_inverts_the_optimum(name: str) -> None:
     assert law.merit(best.parameters, best.tokens) <= law.merit(best.parameters / 2, best.tokens * 2)
 
 
+def test_small_exponents_ask_for_finite_sizes() -> None:
+    for a, b in ((1.0, 1e-3), (1e-3, 1.0)):
+        law = ParametricLaw("flat", "", 1.0, a, b, 1e-3, 1e-3)
+        best = law.optimum(1e20)
+        sizes = (best.parameters, best.tokens, law.parameters_for(1e9))
+        assert all(0 < size < math.inf for size in sizes)
+
+
 def test_tokens_for_a_loss() -> None:
     law = parametric("besiroglu")
     assert law.tokens_for(70e9, law.loss(70e9, 1.4e12)) == pytest.approx(1.4e12, rel=1e-9)
@@ -157,6 +165,11 @@ def test_every_published_law_cites_its_paper() -> None:
             'kind = "parametric"',
             'kind = "ratio"\ntokens_per_parameter = 5\nloss = "twenty"',
             "loss must name a param",
+        ),
+        (
+            'kind = "parametric"',
+            'kind = "table"\nloss = "besiroglu"\nrows = [[1e8, 1e19, 1e9], [2e8, 1e19, 1e9]]',
+            "rows must have at least two numbers of FLOPs",
         ),
     ],
 )

@@ -78,6 +78,7 @@ def _fit_json(fit: Fit, budgets: list[float]) -> dict[str, Any]:
         "points": len(points),
         "coefficients": {key: getattr(law, key) for key in ("E", "A", "B", "alpha", "beta")},
         "intervals": law.intervals,
+        "undetermined": fit.undetermined,
         "residual": fit.residual,
         "exponent": law.exponent,
         "exponent_interval": fit.exponent_interval(),
@@ -94,6 +95,10 @@ def _fit_text(values: dict[str, Any], out: Path) -> str:
     for key, value in values["coefficients"].items():
         low, high = values["intervals"][key]
         lines.append(f"  {key:6}{value:10.4g}   95 % interval {low:.4g} to {high:.4g}")
+    for key in values["undetermined"]:
+        lines.append(
+            f"  {key} is not determined: its interval reaches a limit of the search; train more runs"
+        )
     low, high = values["exponent_interval"]
     lines.append(f"N ~ C^{values['exponent']:.3f} (95 % interval {low:.3f} to {high:.3f})")
     for key, name in (("exponent_envelope", "envelope"), ("exponent_isoflop", "IsoFLOP parabolas")):
