@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.core.plan import Plan
 from shardwise.hardware.cluster import cluster_of
+from shardwise.hardware.measured import NEW, Grid, MeasuredSpeeds
 from shardwise.jobs.plan_cache import PLANS_FOLDER, cached_plan
 from shardwise.jobs.request import read_request
 from shardwise.recipe.load import recipe_of
@@ -61,6 +63,22 @@ def test_what_differs_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_whose_files_may_change_are_planned_anew() -> None:
     asked = recipe(model={"factory": "package.module:build"})
     assert [made(asked), made(asked)] == [1, 1]
+
+
+def test_speeds_that_are_measured_anew_on_one_day_are_planned_anew() -> None:
+    cluster = cluster_of(recipe().cluster)
+    grid = Grid(((16,), (16,), (16,)), (1e-6,))
+    plans: list[Plan] = []
+
+    def make() -> Plan:
+        plans.append(small_plan())
+        return plans[-1]
+
+    for seconds in (1e-6, 2e-6, 2e-6):
+        speeds = MeasuredSpeeds(1, 1, {"fp32": grid}, {}, {NEW: ((1e3, seconds),)})
+        device = replace(cluster.device, measured=speeds, measured_on="2026-11-23")
+        cached_plan(recipe(), replace(cluster, device=device), False, make)
+    assert len(plans) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe"])

@@ -59,6 +59,8 @@ def _path(recipe: Recipe, cluster: Cluster, compare: bool) -> Path | None:
             config,
             recipe.model_dump_json(exclude=_READ_BY_NO_PLAN),
             cluster,
+            cluster.device.measured,  # which a cluster does not print, nor the sources
+            cluster.device.source,
             compare,
             options_in(cluster.device.kind),
             code_digest(),
