@@ -28,6 +28,7 @@ Total = Annotated[int, Field(ge=0, lt=2**128)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 CLOSED = ConfigDict(extra="forbid")
 """For ``__pydantic_config__`` of a class that accepts no other keys."""

@@ -21,11 +21,15 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
+from typing import Self
+
+from pydantic import model_validator
 
 from shardwise.core.cost import Collective, Kernel
+from shardwise.core.json_file import Positive, PositiveInt, Seconds
 
-SpeedPoint = tuple[float, float]
+SpeedPoint = tuple[Positive, Positive]
 """Bytes and seconds, or bytes and a ratio."""
 
 Curve = tuple[SpeedPoint, ...]
@@ -39,8 +43,14 @@ NEW, IN_PLACE = "new memory", "in place"
 class Grid:
     """Seconds at every combination of sizes: ``seconds`` lists them with the last axis fastest."""
 
-    axes: tuple[tuple[int, ...], ...]
-    seconds: tuple[float, ...]
+    axes: tuple[tuple[PositiveInt, ...], ...]
+    seconds: tuple[Positive, ...]
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if not all(map(_grows, self.axes)) or math.prod(map(len, self.axes)) != len(self.seconds):
+            raise ValueError("a grid has seconds for every combination of growing sizes")
+        return self
 
     def at(self, sizes: Sequence[float], grows: bool = True) -> float:
         """Seconds for these sizes, one per axis; multilinear in the logarithms.
@@ -59,6 +69,10 @@ class Grid:
             if weight:
                 log_seconds += weight * math.log(self.seconds[index])
         return beyond * math.exp(log_seconds)
+
+
+def _grows(sizes: Sequence[float]) -> bool:
+    return len(sizes) > 0 and all(size < larger for size, larger in pairwise(sizes))
 
 
 def _grid_neighbours(axis: Sequence[float], size: float) -> tuple[tuple[int, float], tuple[int, float]]:
@@ -102,19 +116,31 @@ class MeasuredSpeeds:
         busy: whether the machine did other work meanwhile; an idle one is measured again before the next plan.
     """
 
-    processes: int
-    threads: int
+    processes: PositiveInt
+    threads: PositiveInt
     products: Mapping[str, Grid] = field(hash=False)
     attention: Mapping[str, Grid] = field(hash=False)
     plain: Mapping[str, Curve] = field(hash=False)
     ratios: Mapping[str, Curve] = field(hash=False, default_factory=dict)
-    host: Mapping[str, float] = field(hash=False, default_factory=dict)
+    host: Mapping[str, Seconds] = field(hash=False, default_factory=dict)
     collectives: Mapping[str, Curve] = field(hash=False, default_factory=dict)
-    around: Mapping[str, float] = field(hash=False, default_factory=dict)
-    waiting: Mapping[str, float] = field(hash=False, default_factory=dict)
-    slower: float = 1.0
+    around: Mapping[str, Seconds] = field(hash=False, default_factory=dict)
+    waiting: Mapping[str, Seconds] = field(hash=False, default_factory=dict)
+    slower: Positive = 1.0
     attention_order: tuple[str, ...] = ()
     busy: bool = False
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        curves = [*self.plain.values(), *self.ratios.values(), *self.collectives.values()]
+        if not {NEW, IN_PLACE} <= self.plain.keys() or not all(_grows([at for at, _ in c]) for c in curves):
+            raise ValueError("kernels have a curve in new memory and one in place, of growing sizes")
+        sizes = [(3, grid) for grid in self.products.values()] + [
+            (2, grid) for grid in self.attention.values()
+        ]
+        if any(len(grid.axes) != axes for axes, grid in sizes):
+            raise ValueError("products are over (m, n, k), attention over (keys, head dimension)")
+        return self
 
     def shared_by(self, processes: int, threads: int, cores: int) -> MeasuredSpeeds:
         """The speeds of one of another number of processes: they divide the cores, and beyond these also the host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,33 @@ def test_a_calibration_with_wrong_types_is_ignored() -> None:
     for key, value in (("flops", 3), ("flops", {"fp32": "x"}), ("memory_bandwidth", None), ("cores", "many")):
         path.write_text(json.dumps(stored | {key: value}))
         assert machine.read_calibration() is None, key
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("processes",), 0),
+        (("slower",), -5.0),
+        (("plain",), {}),
+        (("plain", NEW), []),
+        (("plain", NEW), [[1e3, 0.0], [1e6, 1e-4]]),
+        (("plain", NEW), [[1e6, 1e-4], [1e3, 1e-6]]),
+        (("host",), {"forward": math.nan}),
+        (("products", "fp32", "seconds"), [1e-6] * 3),
+        (("products", "fp32", "seconds"), [-1e-6] * 8),
+        (("products", "fp32", "axes"), [[64, 16], [16, 64], [16, 64]]),
+        (("products", "fp32"), {"axes": [[16], [16]], "seconds": [1e-6]}),
+    ],
+)
+def test_damaged_speeds_are_ignored(keys: tuple[str, ...], value: object) -> None:
+    path = machine.write_calibration(calibration(speeds=(speeds(1, 1),)))
+    stored = json.loads(path.read_text())
+    inner = stored["speeds"][0]
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(stored))
+    assert machine.read_calibration() is None
 
 
 def test_processes_share_the_machine() -> None:

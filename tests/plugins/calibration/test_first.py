@@ -29,7 +29,7 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def measure(processes: int) -> MeasuredSpeeds:
         done.append(processes)
-        return MeasuredSpeeds(processes, 1, {"fp32": GRID}, {}, PLAIN)
+        return MeasuredSpeeds(abs(processes), 1, {"fp32": GRID}, {}, PLAIN)
 
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(first.VARIABLE)

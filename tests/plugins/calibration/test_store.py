@@ -87,7 +87,8 @@ def test_nothing_is_stored_where_nothing_was_measured() -> None:
 def speeds(processes: int) -> MeasuredSpeeds:
     """Products of 2 GFLOP/s at most, and 4 GB/s of new memory."""
     grid = Grid(((1, 10), (10,), (10,)), (1e-6, 1e-6))
-    return MeasuredSpeeds(processes, 1, {"fp32": grid}, {}, {NEW: ((1e3, 1e-6), (4e6, 1e-3))})
+    curve = ((1e3, 1e-6), (4e6, 1e-3))
+    return MeasuredSpeeds(processes, 1, {"fp32": grid}, {}, {NEW: curve, IN_PLACE: curve})
 
 
 def test_first_speeds_give_the_rates_and_later_ones_keep_them() -> None:
