@@ -7,6 +7,7 @@ interface as its host: a page of another site that resolves its own name to 127.
 
 from __future__ import annotations
 
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any, Protocol
@@ -61,17 +62,9 @@ def page_server(page: ServedPage, port: int) -> ThreadingHTTPServer:
             if path != "/" and self.headers.get("Sec-Fetch-Site", "same-origin") not in _SAME_ORIGIN:
                 self._send(403, "text/plain", "this answers its own page alone")
                 return
-            try:
-                with lock:  # one drawing at a time
-                    if path == "/":
-                        self._send(200, "text/html", page.page())
-                    elif path == "/now":
-                        news = page.now(query)
-                        self._send(204 if news is None else 200, "application/json", news or "")
-                    else:
-                        self._send(404, "text/plain", "there is no such page")
-            except DataError as error:
-                self._send(503, "text/plain", error.line())
+            with lock:  # one drawing at a time; a reader may take longer
+                answer = _answer(page, path, query)
+            self._send(*answer)
 
         def _send(self, code: int, kind: str, text: str) -> None:
             body = text.encode()
@@ -89,9 +82,30 @@ def page_server(page: ServedPage, port: int) -> ThreadingHTTPServer:
             """Requests are not logged."""
 
     try:
-        server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+        server = _Server((LOOPBACK, port), Handler)
     except OSError as error:
         why, fix = error.strerror or str(error), "give another with --port, or 0 for a free one"
         raise ResourceError("cannot open the port", where=f"{LOOPBACK}:{port}", why=why, fix=fix) from error
-    server.daemon_threads = True
     return server
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print a trace, but not of a browser that has gone."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+def _answer(page: ServedPage, path: str, query: str) -> tuple[int, str, str]:
+    """Status, type and text of the answer."""
+    try:
+        if path == "/":
+            return 200, "text/html", page.page()
+        if path == "/now":
+            news = page.now(query)
+            return 204 if news is None else 200, "application/json", news or ""
+    except DataError as error:
+        return 503, "text/plain", error.line()
+    return 404, "text/plain", "there is no such page"
