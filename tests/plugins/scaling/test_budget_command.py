@@ -92,6 +92,8 @@ def test_the_written_recipe_trains(
         (["--hours", "1", "--tokens", "9"], "2 of --flops, --hours and --tokens are given"),
         (["--hours", "1", "--law", "kaplan"], "unknown law 'kaplan'"),
         (["--hours", "0"], "greater than or equal to 0.000001"),
+        (["--flops", "inf"], "a budget must be finite"),
+        (["--tokens", "9", "--serve-tokens", "inf"], "a budget must be finite"),
     ],
 )
 def test_wrong_options(words: list[str], said: str, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

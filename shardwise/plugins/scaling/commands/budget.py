@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +54,7 @@ def command(
     The recipe gives the family of models, data, batch size, cluster and precision. Its model's size and its steps are
     replaced.
     """
-    limit = _one_limit(flops, hours, tokens)
+    limit = _one_limit(flops, hours, tokens, serve_tokens)
     asked, cluster = read_request(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.scaling.budgeting import find_budget, noise_of_run, to_train
@@ -89,8 +90,8 @@ def _recipe_law(recipe: Recipe, unique_tokens: float | None) -> Law:
     return law if unique_tokens is None else DataConstrained(law, unique_tokens)
 
 
-def _one_limit(flops: float | None, hours: float | None, tokens: float | None) -> Limit:
-    """The one budget of the three. Raises RecipeError for none or several."""
+def _one_limit(flops: float | None, hours: float | None, tokens: float | None, served: float) -> Limit:
+    """The one budget of the three. Raises RecipeError for none, several or an infinite one."""
     from shardwise.plugins.scaling.budget import Limit
 
     given = {
@@ -103,4 +104,6 @@ def _one_limit(flops: float | None, hours: float | None, tokens: float | None) -
         fix = "shardwise budget RECIPE --hours 24"
         raise RecipeError("give one budget", where="command line", why=why, fix=fix)
     ((kind, amount),) = given.items()
+    if math.isinf(amount + served):
+        raise RecipeError("a budget must be finite", where="command line", fix="give a number")
     return Limit(kind, amount)  # type: ignore[arg-type]

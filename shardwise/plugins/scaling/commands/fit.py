@@ -23,7 +23,7 @@ def command(
     ] = Path("law.toml"),
     flops: Annotated[
         list[float] | None,
-        typer.Option(help="predict the optimum of this many FLOPs; may be repeated", min=1),
+        typer.Option(help="predict the optimum of this many FLOPs; may be repeated", min=1, max=1e40),
     ] = None,
     draws: Annotated[int, typer.Option(help="bootstrap draws for the 95 % intervals", min=20)] = 1000,
     as_json: AsJson = False,
