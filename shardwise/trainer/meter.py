@@ -1,9 +1,10 @@
 """Measures the peak memory of a run, in the same terms as the plan predicts it.
 
-On the CPU this is the process's high-water mark (VmHWM) minus its memory just before the model is built. glibc keeps
-freed memory for reuse, which the plan does not count: the same run peaked at 327 MiB with large frees returned at once,
-and at 484 MiB by default. Returning them makes steps up to twice as slow. So it is done for the first optimizer steps,
-which give the peak; then the allocator returns to its fast mode.
+On the CPU this is the process's high-water mark (VmHWM) minus its memory just before the model is built, without the
+pages of files that it has read since (RssFile): code of libraries and cached tokens. The kernel drops those where
+memory is short. glibc keeps freed memory for reuse, which the plan does not count: the same run peaked at 327 MiB with
+large frees returned at once, and at 484 MiB by default. Returning them makes steps up to twice as slow. So it is done
+for the first optimizer steps, which give the peak; then the allocator returns to its fast mode.
 
 On CUDA this is ``max_memory_allocated``, with ``max_memory_reserved``. Nothing is subtracted: allocations before
 the model are workspaces of matrix products, which the plan counts.
@@ -47,11 +48,11 @@ class MemoryMeter:
         self._module = None if kind_of(device).is_host else torch.get_device_module(device)
         if self._module is not None:
             self._module.reset_peak_memory_stats(device)
-            self._level = 0
+            self._level = self._files = 0
         else:
             return_large_frees(True)
             _reset_high_water_mark()
-            self._level = _status("VmRSS")
+            self._level, self._files = _status("VmRSS"), _status("RssFile")
 
     def after_step(self) -> None:
         """Sample the first EXACT_STEPS optimizer steps, or all of them if ``exact``."""
@@ -71,7 +72,8 @@ class MemoryMeter:
         if self._module is not None:
             allocated = self._module.max_memory_allocated(self._device) - self._level
             return Measured(allocated, self._module.max_memory_reserved(self._device))
-        return Measured(max(0, _status("VmHWM") - self._level), 0)
+        files = max(0, _status("RssFile") - self._files)
+        return Measured(max(0, _status("VmHWM") - self._level - files), 0)
 
     def forget(self) -> None:
         """Ignore the memory since the last sample, as of an evaluation or a checkpoint."""
