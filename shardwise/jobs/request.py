@@ -12,6 +12,7 @@ from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.recipe.load import read_recipe
 from shardwise.recipe.paths import require_modules, with_whole_paths
 from shardwise.recipe.sections import Recipe
+from shardwise.recipe.yaml_source import YamlDocument
 from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
 
 
@@ -36,11 +37,12 @@ def read_request(
     """Read and check a recipe without loading torch. Raises RecipeError with the file and the line at fault.
 
     Args:
-        modules: whether the user's modules that it names must be there.
+        modules: whether the user's modules and the scaling law that it names must be there.
     """
     recipe, source = read_recipe(recipe_file, overrides, SETTINGS)
     if modules:
         require_modules(with_whole_paths(source, SETTINGS))
+        _require_law(recipe, source)
     cluster = cluster_of(recipe.cluster)
 
     def where(key: str) -> str:
@@ -49,6 +51,16 @@ def read_request(
     refuse_broken(recipe, cluster.world_size, where)
     refuse_unsupported(recipe.strategy, cluster.device, where)
     return recipe, cluster
+
+
+def _require_law(recipe: Recipe, source: YamlDocument) -> None:
+    """Raise RecipeError for a scaling law that cannot be read: else a plan that took minutes would end with it."""
+    files = plugin("scaling.files")
+    try:
+        if files is not None:
+            files.read_law(recipe.law)
+    except RecipeError as error:
+        raise RecipeError(error.what, where=source.where(("law",)), why=error.why, fix=error.fix) from error
 
 
 def refuse_plan_only(cluster: Cluster) -> None:

@@ -10,7 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from shardwise.core.plugins import TRACKERS
 from shardwise.core.user_objects import PATTERN
 
-Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
+MOST_STEPS = 1_000_000_000
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 RecipeText: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
 DeviceName: TypeAlias = Annotated[RecipeText, BeforeValidator(lambda v: str(v) if type(v) is int else v)]
 """A device or a preset. YAML reads names such as 4090 as numbers."""
@@ -34,6 +35,14 @@ class Arguments(dict[str, Any]):
 def words(value: object) -> object:
     """A list as a tuple."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def steps_or_share(value: object) -> object:
+    """Check for a number of steps (int) or a fraction of all steps (float below 1). Raises ValueError otherwise."""
+    steps = type(value) is int and 0 <= value <= MOST_STEPS
+    if not steps and not (type(value) is float and 0 <= value < 1):
+        raise ValueError("a whole number of steps or a fraction from 0 to below 1")
+    return value
 
 
 class Section(BaseModel):

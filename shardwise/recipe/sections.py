@@ -28,6 +28,7 @@ from shardwise.recipe.section import (
     RecipeText,
     Section,
     TrackerName,
+    steps_or_share,
     words,
 )
 from shardwise.recipe.stability import AdaptiveClipSpec as AdaptiveClipSpec
@@ -46,14 +47,6 @@ def _two_items(value: object) -> object:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("a list of two numbers, such as [0.9, 0.95]")
     return tuple(value)
-
-
-def _share(value: object) -> object:
-    """Check for a number of steps (int) or a fraction of all steps (float below 1). Raises ValueError otherwise."""
-    steps = type(value) is int and 0 <= value <= 1_000_000_000
-    if not steps and not (type(value) is float and 0 <= value < 1):
-        raise ValueError("a whole number of steps or a fraction from 0 to below 1")
-    return value
 
 
 def _clip(value: object) -> object:
@@ -153,11 +146,11 @@ class ScheduleSpec(Section):
     """shape after the warmup; wsd is warmup, stable, decay"""
     factory: ObjectName | None = None
     """package.module:function of (step from 0, steps) to a fraction of the peak; replaces name, warmup, floor, decay"""
-    warmup: Annotated[int | float, BeforeValidator(_share)] = 0.03
+    warmup: Annotated[int | float, BeforeValidator(steps_or_share)] = 0.03
     """warmup from 0: steps (a whole number) or a fraction of all steps (below 1)"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """end of the decay as a fraction of the peak: the step after the last would have this learning rate"""
-    decay: Annotated[int | float, BeforeValidator(_share)] | None = None
+    decay: Annotated[int | float, BeforeValidator(steps_or_share)] | None = None
     """length of wsd's decay to the floor: steps or a fraction of all steps; null is 0.1"""
     decay_shape: Literal["sqrt", "linear", "cosine"] | None = None
     """shape of wsd's decay: 1 - sqrt(t), 1 - t, or half a cosine; null is sqrt"""

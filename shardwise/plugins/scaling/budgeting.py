@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.core.errors import DataError
+from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
@@ -15,6 +15,7 @@ from shardwise.plugins.scaling.family import family_of, family_sizes
 from shardwise.plugins.scaling.law import Law
 from shardwise.recipe.dimensions import Dimensions
 from shardwise.recipe.noise_scale import NoiseScale, noise_scale
+from shardwise.recipe.section import MOST_STEPS
 from shardwise.recipe.sections import ModelSpec, Recipe
 from shardwise.report.record import read_run
 
@@ -83,8 +84,18 @@ def to_train(recipe: Recipe, budget: BudgetChoice) -> Recipe:
     """The recipe that trains the chosen size on its tokens.
 
     A warmup or decay in steps that is longer than half of the run becomes the schedule's default.
+
+    Raises:
+        RecipeError: it would take more steps than a recipe may have.
     """
     steps = max(1, round(budget.best.tokens / budget.plan.step.tokens))
+    if steps > MOST_STEPS:
+        raise RecipeError(
+            f"the run would take {steps:,} steps, of {MOST_STEPS:,} at most",
+            where="batch_size",
+            why=f"a step has {budget.plan.step.tokens:,} tokens",
+            fix="raise batch_size, or lower the budget",
+        )
     schedule = recipe.schedule
     for key in ("warmup", "decay"):
         length = getattr(schedule, key)

@@ -44,7 +44,7 @@ def read_law(name: str) -> Law:
     """
     known = LAWS_FOLDER / f"{name}.toml"
     path = known if name in names() else path_of(name)
-    if path is not known and not path.exists():
+    if path is not known and not path.is_file():
         choices = ", ".join(names())
         why = f"the laws are {choices}, or a file that shardwise fit wrote"
         raise RecipeError(f"unknown law '{name}'", where="law", why=why)
@@ -54,7 +54,7 @@ def read_law(name: str) -> Law:
     except (KeyError, TypeError, ValueError) as fault:
         why = f"{fault.args[0]} is missing" if isinstance(fault, KeyError) else str(fault)
         raise RecipeError(
-            "not a law file", where=str(path), why=why, fix="write one with shardwise fit"
+            f"{path.name} is not a law file", where=str(path), why=why, fix="write one with shardwise fit"
         ) from None
 
 

@@ -90,7 +90,9 @@ def test_the_written_recipe_trains(
     [
         ([], "none of --flops, --hours and --tokens is given"),
         (["--hours", "1", "--tokens", "9"], "2 of --flops, --hours and --tokens are given"),
-        (["--hours", "1", "--law", "kaplan"], "unknown law 'kaplan'"),
+        (["--hours", "1", "--law", "kaplan"], "unknown law 'kaplan' (command line: law)"),
+        (["--hours", "1", "--law", "."], "unknown law '.'"),
+        (["--tokens", "1e15"], "steps, of 1,000,000,000 at most (batch_size)"),
         (["--hours", "0"], "greater than or equal to 0.000001"),
         (["--flops", "inf"], "a budget must be finite"),
         (["--tokens", "9", "--serve-tokens", "inf"], "a budget must be finite"),

@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.plan import Plan, StepEstimate
+from shardwise.jobs.request import read_request
 from shardwise.planner.answer import answer_of
 from shardwise.plugins.scaling.budgeting import noise_of_run
 from shardwise.plugins.scaling.report.standing import standing_of, standing_values
@@ -84,6 +85,16 @@ def test_the_law_is_the_recipes(gpt_3: Plan, tmp_path: Path) -> None:
     assert found.best.parameters > 53e9
     with pytest.raises(RecipeError, match="unknown law 'none'"):
         standing_of(recipe(law="none"), gpt_3)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("none", "unknown law 'none'"), ("recipe.yaml", "is not a law file")]
+)
+def test_an_unreadable_law_is_refused_before_the_plan(name: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {{preset: tiny}}\nsteps: 1\nbatch_size: 1\nlaw: {name}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=rf"{said} \(.*recipe\.yaml:4: law\)"):
+        read_request(path, [])
 
 
 def test_a_law_of_subwords_does_not_predict_bytes(gpt_3: Plan) -> None:
