@@ -182,9 +182,11 @@ def _order_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def _cut_of(spec: DataSpec) -> dict[str, Any]:
-    """Settings that determine how tokens become samples."""
-    keys = ("sequence_length", "completion_length", "held_out", "packing", "too_long")
-    return {f"data.{key}": getattr(spec, key) for key in keys}
+    """Settings that determine how tokens become samples, and from which source or window each comes."""
+    keys = ("sequence_length", "completion_length", "held_out", "packing", "too_long", "stream_window")
+    weights = [part.weight for part in spec.mixture or ()]
+    shares = {f"data.mixture.{i}.weight": f"{w / sum(weights):.4g} of all" for i, w in enumerate(weights)}
+    return shares | {f"data.{key}": getattr(spec, key) for key in keys}
 
 
 def _same_tokenizer(before: str, now: str) -> bool:

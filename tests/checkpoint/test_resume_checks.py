@@ -191,6 +191,7 @@ def begin(folder: Path, values: dict[str, Any]) -> None:
         ({"optimizer": {"name": "sgd"}}, CheckpointError, "optimizer.name was adamw, now sgd; set"),
         ({"data": {"sequence_length": 8}}, DataError, "data.sequence_length was 256, now 8; set"),
         ({"data": {"held_out": 0.0}}, DataError, "data.held_out was 0.05, now 0.0; set"),
+        ({"data": {"stream_window": 4096}}, DataError, "data.stream_window was None, now 4096; set"),
         (
             {"data": {"source": "pairs.jsonl", "packing": True}},
             DataError,
@@ -208,6 +209,17 @@ def test_a_run_goes_on_with_the_samples_that_follow(
         check_start(recipe_of(VALUES | change), tmp_path)
     assert (tmp_path / "recipe.yaml").read_bytes() == before
     check_start(recipe_of({**VALUES, "data": {"source": "moved"}, "evaluation": {"sequences": 3}}), tmp_path)
+
+
+def test_the_shares_of_a_mixture_stay(tmp_path: Path) -> None:
+    def mixed(*weights: float) -> Recipe:
+        parts = [{"source": f"{index}.txt", "weight": weight} for index, weight in enumerate(weights)]
+        return recipe_of(VALUES | {"data": {"mixture": parts}})
+
+    begin(tmp_path, VALUES | {"data": {"mixture": [{"source": "0.txt"}, {"source": "1.txt"}]}})
+    check_start(mixed(2.0, 2.0), tmp_path)
+    with pytest.raises(DataError, match=r"data\.mixture\.0\.weight was 0\.5 of all, now 0\.75 of all; set"):
+        check_start(mixed(3.0, 1.0), tmp_path)
 
 
 def test_a_tokenizer_may_move_and_must_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
