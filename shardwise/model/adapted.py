@@ -89,7 +89,7 @@ class AdaptedModel(Blueprint):
                 fix="give the unquantized model with adapter.quantize: nf4 or int8, or remove init",
             )
         self.base, self.spec = base, _with_new_layers(spec, base)
-        self.name, self.vocab, self.width = base.name, base.vocab, base.width
+        self.name, self.vocab, self.width, self.context = base.name, base.vocab, base.width, base.context
         self.origin, self.objective = base.origin, base.objective
         self.trained_in, self.dataset = base.trained_in, base.dataset
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss

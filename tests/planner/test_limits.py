@@ -106,6 +106,16 @@ def test_every_quantity_has_a_limit() -> None:
     assert tuple(limit.quantity for limit in found) == QUANTITIES
 
 
+def test_adapters_keep_the_limit_of_the_context() -> None:
+    """Without it a sequence was tried that the model refuses, and the whole plan ended with that error."""
+    recipe = asked(adapter={"rank": 4})
+    assert blueprint_of(recipe).context == 512
+    ranges = _ranges(recipe, cluster_of(recipe.cluster), planned(recipe))
+    lengths = next(varied for varied in ranges if varied.quantity == "sequence_length")
+    predictor, _ = lengths.trial(1024)
+    assert predictor.recipe.data.sequence_length == 1024 and blueprint_of(predictor.recipe).context == 1024
+
+
 def test_what_a_rule_forbids_is_not_possible() -> None:
     """Four tensor-parallel ranks are no strategy of two devices."""
     devices = limit_of(asked(2.6, strategy={"tensor_parallel": 4}), "devices")
