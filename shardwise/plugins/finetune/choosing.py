@@ -163,12 +163,14 @@ def shape_of(model: str, source: str, context: int | None, kind: str = "causal")
 def _shape_of_pairs(
     model: str, train: TokenDataset, documents: Lengths, limit: int
 ) -> tuple[SequenceShape, int]:
-    """Rows that have room for both documents of the longest pair, if two average pairs fit into one."""
+    """Rows that have room for both documents of the longest pair, if that saves half of the padded sequences."""
     row, pair = _rounded(2 * documents.longest, limit), 2 * documents.mean
-    packing = 2 * pair <= row and not packing_obstacle(model, row)
+    alone = _rounded(documents.longest, limit)
+    padded = pair <= alone and 2 * documents.longest <= row
+    packing = (2 * pair <= row or padded) and not packing_obstacle(model, row)
     why = f"answers with their prompt have {documents.mean:.0f} tokens on average, and at most {documents.longest:,}"
     count = max(1, round(len(train) * pair / row)) if packing else len(train)
-    return SequenceShape(row if packing else _rounded(documents.longest, limit), packing, why), count
+    return SequenceShape(row if packing else alone, packing, why), count
 
 
 def _preferences_without_objective(source: str, name: str) -> RecipeError:

@@ -92,6 +92,20 @@ def test_sequences_follow_from_the_records(letters: int, length: int, packing: b
     assert recipe.data.sequence_length == length
 
 
+@pytest.mark.parametrize(
+    ("letters", "length", "packing"),
+    [(8, 64, True), (50, 64, False), (600, 256, False)],  # 20, 62 and 612 tokens a document, context 256
+)
+def test_pairs_are_packed_where_padding_would_take_half(
+    letters: int, length: int, packing: bool, tmp_path: Path
+) -> None:
+    base, data = write_base(tmp_path / "base"), tmp_path / "pairs.jsonl"
+    record = {"prompt": "say a or b: ", "chosen": "a" * letters, "rejected": "b" * letters}
+    data.write_text("\n".join([json.dumps(record)] * 60))
+    shape, _ = shape_of(str(base), str(data), finetuning.context_of(str(base)), "pairs")
+    assert (shape.sequence_length, shape.packing) == (length, packing)
+
+
 def test_records_that_do_not_suit_the_objective_are_refused_by_its_option(tmp_path: Path) -> None:
     base, data = write_base(tmp_path / "base"), write_chats(tmp_path / "chats.jsonl")
     with pytest.raises(DataError) as caught:
