@@ -14,9 +14,12 @@ from shardwise.core.paths import missing, only_a_path, path_of
 def folder_of(source: str, files: list[str]) -> Path:
     """The folder itself, or the local folder with the downloaded ``files`` of a hub id."""
     folder = path_of(source)
-    if folder.is_dir():
-        return folder
     where = f"model.hf: {source}"
+    if folder.is_dir():
+        if "config.json" in files and not (folder / "config.json").exists():
+            fix = _advice(source, folder)
+            raise RecipeError("not a model folder", where=where, why="it has no config.json", fix=fix)
+        return folder
     if folder.exists():
         raise RecipeError("no such folder", where=where, why="it is a file", fix="give the model's folder")
     if only_a_path(source):
@@ -36,6 +39,15 @@ def folder_of(source: str, files: list[str]) -> Path:
             why=f"{missing(source)}; from the Hub: {_said_by(error)}",
             fix="check the name and the network, or give a local folder",
         ) from error
+
+
+def _advice(source: str, folder: Path) -> str:
+    """What to give instead of a folder without a model: those of runs and of adapters are often given for one."""
+    if (folder / "recipe.yaml").exists():
+        return f"this is a run: shardwise export {source} OUT writes its model"
+    if (folder / "adapter_config.json").exists():
+        return "this is an adapter: give the model that it is of, and adapter.start_from to train on from it"
+    return ""
 
 
 def _said_by(error: Exception) -> str:

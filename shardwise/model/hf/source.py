@@ -55,8 +55,6 @@ def load_config(source: str, objective: str | None, dropout: bool = False) -> Op
     path = folder_of(source, ["config.json"]) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise RecipeError("not a model folder", where=where, why="it has no config.json") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError("config.json cannot be read", where=where, why=str(error)) from error
     if not isinstance(raw, dict) or "model_type" not in raw:

@@ -106,6 +106,21 @@ def test_pairs_are_packed_where_padding_would_take_half(
     assert (shape.sequence_length, shape.packing) == (length, packing)
 
 
+@pytest.mark.parametrize(
+    ("file", "fix"),
+    [("recipe.yaml", "shardwise export given OUT"), ("adapter_config.json", "adapter.start_from")],
+)
+def test_a_run_or_an_adapter_that_is_given_for_a_model_is_named(
+    file: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("given").mkdir()
+    Path("given", file).touch()
+    with pytest.raises(RecipeError, match="not a model folder") as caught:
+        finetuning.text_config("given")
+    assert fix in caught.value.fix
+
+
 def test_records_that_do_not_suit_the_objective_are_refused_by_its_option(tmp_path: Path) -> None:
     base, data = write_base(tmp_path / "base"), write_chats(tmp_path / "chats.jsonl")
     with pytest.raises(DataError) as caught:
