@@ -141,6 +141,23 @@ def ported_loop(
     return losses, whole, order
 
 
+def test_another_number_of_processes_is_refused_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.jobs.session.make_plan", lambda *_: pytest.fail("it was planned"))
+    given: dict[str, Any] = {"module": net(), "loss": loss, "dataset": Points, **options("adamw", 0)}
+    with pytest.raises(RecipeError, match=r"the plan is for 2 processes.*this is the only one"):
+        shardwise.session(**given).__enter__()
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    given["cluster"] = {"device": "cpu"}
+    with pytest.raises(RecipeError, match=r"the plan is for 1 process .*this is one of 2"):
+        shardwise.session(**given).__enter__()
+
+
 def plan_of(stage: int, ranks: int) -> Plan:
     strategy = strategy_from({"zero_stage": stage, "micro_batch_size": 2})
     return replace(

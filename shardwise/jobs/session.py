@@ -176,7 +176,12 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
             )
         yield Session(recipe, _checked_plan(plan), _session_device(recipe))
         return
-    cluster, placement = measured_cluster(recipe), launched_by()
+    placement = launched_by()
+    _require_processes(
+        cluster_of(recipe.cluster).world_size if plan is None else plan.world_size,
+        1 if placement is None else placement.world_size,
+    )
+    cluster = measured_cluster(recipe)
     if plan is None and (placement is None or placement.rank == 0):
         plan = make_plan(recipe, cluster)
     with join(cluster.device.traits.torch_type) as world:
@@ -196,11 +201,15 @@ def _session_device(recipe: Recipe) -> torch.device:
 def _checked_plan(plan: Plan) -> Plan:
     """The plan, if it fits and is for as many processes as there are."""
     refuse_unfit(plan)
-    if plan.world_size != dist.get_world_size():
+    _require_processes(plan.world_size, dist.get_world_size())
+    return plan
+
+
+def _require_processes(planned: int, started: int) -> None:
+    if planned != started:
         raise RecipeError(
-            f"the plan is for {plan.world_size} processes",
+            f"the plan is for {planned} process{'es' * (planned > 1)}",
             where="cluster",
-            why=f"this is one of {dist.get_world_size()}",
+            why="this is the only one" if started == 1 else f"this is one of {started}",
             fix="start as many with torchrun, or set cluster.devices_per_node",
         )
-    return plan
