@@ -160,6 +160,8 @@ def restore_or_start(run: Run, folder: Path, fingerprint: str, say: Say, warn: W
     if state is None and source is not None:
         state = start(run, path_of(source), fingerprint, warn)
         say(f"started from {source} after {state.step} of {run.recipe.steps} steps")
+    elif state is not None and state.step < run.recipe.steps:
+        say(f"resumed after {state.step} of {run.recipe.steps} steps")
     return state
 
 

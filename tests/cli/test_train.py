@@ -73,6 +73,7 @@ def test_trains_stops_resumes_and_reports(shell: Shell, recipe: Path, tmp_path: 
     assert 4 <= stopped < STEPS and f"saved step {stopped}" in printed
     again = shell.run(*train)
     assert again.returncode == 0, again.stderr
+    assert f"resumed after {stopped} of {STEPS} steps\n" in again.stdout
     assert curve(parts) == curve(whole)
 
 
