@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Annotated
 
@@ -93,7 +93,7 @@ def _row_groups(conversion: Imported, every: bool) -> Iterator[tuple[str, list[s
         lines if every else names,
         None,
     )
-    names = [shorten(", ".join(row.key for row in idle), _WIDTH - 25) + "; --all says why"] * bool(idle)
+    names = [f"{_first_of([row.key for row in idle])}; --all says why"] * bool(idle)
     yield (
         f"{_key_count(idle)} not needed",
         [_row_text(row) for row in idle] if every else names,
@@ -105,6 +105,14 @@ def _row_groups(conversion: Imported, every: bool) -> Iterator[tuple[str, list[s
 
 def _key_count(rows: Sized) -> str:
     return f"{len(rows)} key" + "s" * (len(rows) != 1)
+
+
+def _first_of(keys: Sequence[str]) -> str:
+    """The keys that fit into a line, and how many others there are."""
+    count = len(keys)
+    while count > 1 and len(", ".join(keys[:count])) > _WIDTH - 32:
+        count -= 1
+    return ", ".join(keys[:count]) + f" and {len(keys) - count} more" * (count < len(keys))
 
 
 def _row_text(row: KeyRow) -> str:

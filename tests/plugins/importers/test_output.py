@@ -55,6 +55,16 @@ def test_every_key_is_listed_on_request(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_keys_that_are_not_needed_are_named_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["from", str(FILES / "torchtitan_llama3_8b.toml"), "--world", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.endswith(" keys not needed"))
+    listed, _, more = lines[at + 1].strip().partition(" and ")
+    text = (FILES / "torchtitan_llama3_8b.toml").read_text(encoding="utf-8")
+    assert all(f"\n{key.rpartition('.')[2]} = " in text for key in listed.split(", "))
+    assert int(lines[at].split()[0]) == len(listed.split(", ")) + int(more.split()[0])
+
+
 def test_pins_that_cost_time_are_marked_and_can_be_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
