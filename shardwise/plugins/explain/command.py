@@ -40,7 +40,7 @@ def command(
     model: Annotated[str | None, typer.Argument(help="preset, folder or Hub id", metavar="MODEL")] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(help="numbers of ranks; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
+        typer.Option(help="numbers of ranks, for zero; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
     ] = None,
     tokens: Annotated[
         int, typer.Option(help="tokens of a sequence, for memory and checkpointing", min=1)
@@ -58,6 +58,8 @@ def command(
     """Show where training memory goes: the ZeRO paper's 16 bytes per parameter, and a dry run's counts."""
     from rich.console import Console
 
+    _require_of(subject, Subject.zero, **{"--ranks": ranks})
+    _require_of(subject, Subject.checkpointing, **{"--depth": depth, "--png": png})
     if subject is Subject.checkpointing:
         _explain_checkpointing(model, depth, tokens, png, as_json)
         return
@@ -87,6 +89,15 @@ def command(
         _print_parts(Console(), zero_table(model, parameters, states))
     else:
         _print_parts(Console(), memory_table(model, parameters, tokens, states[0], shape))
+
+
+def _require_of(subject: Subject, owner: Subject, **given: object) -> None:
+    """Refuse options of another subject, which would be ignored."""
+    for option, value in given.items():
+        if value is not None and subject is not owner:
+            raise RecipeError(
+                f"{option} is for {owner.value}", where="command line", fix=f"shardwise explain {owner.value}"
+            )
 
 
 def _explain_checkpointing(

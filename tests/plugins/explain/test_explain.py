@@ -59,7 +59,15 @@ def test_memory_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["memory"], ["zero", "tiny", "--ranks", "1,x"], ["zero", "tiny", "--ranks", "0"]]
+    "arguments",
+    [
+        ["memory"],
+        ["zero", "tiny", "--ranks", "1,x"],
+        ["zero", "tiny", "--ranks", "0"],
+        ["memory", "tiny", "--ranks", "1,8"],
+        ["zero", "tiny", "--depth", "3"],
+        ["memory", "tiny", "--png", "blocks.png"],
+    ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", *arguments]) == 2
