@@ -94,8 +94,13 @@ class WithinBackward(OptimizerStep):
             self._square = torch.zeros((), dtype=torch.float64, device=self._live.device)
 
     def after_backward(self) -> None:
-        if self.correction is not None and self._suspended:
-            scale_gradients(self._live.model.parameters(), self.correction)
+        if self._suspended:
+            if self.correction is not None:
+                scale_gradients(self._live.model.parameters(), self.correction)
+            return
+        for parameter in self._live.model.parameters():
+            if parameter.grad is not None:  # of earlier micro-batches alone: the last one has not used it
+                self._consume(parameter)
 
     def _consume(self, parameter: Tensor) -> None:
         """Update with a gradient that has just been accumulated, in the last backward pass of a step."""

@@ -94,12 +94,18 @@ class Normed(Net):
 class Late(Net):
     """Its second block is used from the second micro-batch on."""
 
-    calls = 0
+    calls, used = 0, 0
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
         x = F.gelu(self.blocks[0](self.enter(x)))
-        return self.leave(self.blocks[1](x) if self.calls % 2 == 0 else x)
+        return self.leave(self.blocks[1](x) if self.calls % 2 == self.used else x)
+
+
+class Early(Late):
+    """Its second block is not used in the last micro-batch."""
+
+    used = 1
 
 
 class Common(Net):
@@ -308,6 +314,7 @@ def plain(
         (InPlace, {"zero_stage": 2}),
         (Replaced, {"zero_stage": 3}),
         (Late, {"zero_stage": 1}),
+        (Early, {"zero_stage": 3, "optimizer_in_backward": True}),
         (Common, {"zero_stage": 0}),
         (Follower, {"zero_stage": 0}),
         (Clipped, {"zero_stage": 0}),
