@@ -251,7 +251,7 @@ def _shard(site: Site, reshard: bool) -> None:
         *([(view.head, mesh, precision)] if view.head else []),
         (view.model, mesh, precision),
     ]
-    as_stored = set() if on_host else set(_used_as_stored(site, mesh, meshes))
+    as_stored = {p for p in _used_as_stored(site, mesh, meshes) if not on_host or p.numel() == 0}
     fsdp_skip_ungathered()
     with fsdp_integers():
         for group, over, policy in groups:
@@ -279,12 +279,12 @@ def _sum_instead_of_average(modules: Sequence[nn.Module]) -> None:
 def _used_as_stored(
     site: Site, mesh: DeviceMesh, meshes: Mapping[tuple[Axis, ...], DeviceMesh]
 ) -> Iterator[nn.Parameter]:
-    """Frozen parameters that a rank has whole, in the dtype in which it computes: FSDP2 would only copy them."""
+    """Empty parameters, which FSDP2 cannot reduce, and those that it would only copy: frozen, whole, in one dtype."""
     own = {p: meshes[axes] for module, axes in site.view.own_axes.items() for p in module.parameters()}
     for parameter in site.view.model.parameters():
         cast = parameter.is_floating_point() and parameter.dtype != site.options.dtypes.compute
         whole = own.get(parameter, mesh).size(-1) == 1  # the last axis is that of the shards (_mesh)
-        if not parameter.requires_grad and not cast and whole:
+        if parameter.numel() == 0 or (not parameter.requires_grad and not cast and whole):
             yield parameter
 
 

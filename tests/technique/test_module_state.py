@@ -177,6 +177,17 @@ class WholeForces(Forces):
         return []
 
 
+class Empty(Net):
+    """With parameters of no elements, such as those of inputs without features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.zeros(3, 0)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.rows @ self.columns[:, 0] + x.new_zeros(len(x), 0) @ self.columns
+
+
 class Borrowing(Net):
     """A list has one of its weights."""
 
@@ -315,6 +326,8 @@ def plain(
         (Replaced, {"zero_stage": 3}),
         (Late, {"zero_stage": 1}),
         (Early, {"zero_stage": 3, "optimizer_in_backward": True}),
+        (Empty, {"zero_stage": 3}),
+        (Empty, {"zero_stage": 2, "offload": "optimizer+parameters"}),
         (Common, {"zero_stage": 0}),
         (Follower, {"zero_stage": 0}),
         (Clipped, {"zero_stage": 0}),
