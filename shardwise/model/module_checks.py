@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from shardwise.core.errors import RecipeError
@@ -10,6 +11,11 @@ from shardwise.runtime.torch_private import has_hooks
 
 def require_kept(module: nn.Module) -> None:
     """Raise RecipeError if the run would lose something: it stores the shards of a module's tensors in others."""
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            where = f"module: {path or type(part).__name__}"
+            fix = "give the module that it was made of, and compile with strategy.compile: block"
+            raise RecipeError("a module of TorchScript takes no shards", where=where, fix=fix)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise RecipeError(

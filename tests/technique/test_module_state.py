@@ -435,6 +435,16 @@ def test_a_lazy_module_is_refused(tmp_path: Path) -> None:
         GivenModel(nn.Sequential(nn.LazyLinear(3)), loss, points(), tmp_path)
 
 
+@pytest.mark.parametrize(("path", "named"), [("", "RecursiveScriptModule"), ("blocks.1", r"blocks\.1")])
+def test_a_scripted_module_is_refused(path: str, named: str, tmp_path: Path) -> None:
+    model = made(Net)
+    scripted = torch.jit.script(nn.Linear(6, 6))
+    if path:
+        model.set_submodule(path, scripted)
+    with pytest.raises(RecipeError, match=rf"TorchScript takes no shards \(module: {named}\)"):
+        GivenModel(model if path else scripted, loss, points(), tmp_path)
+
+
 def test_hooks_of_parameters_are_refused(tmp_path: Path) -> None:
     model = made(Net)
     model.leave.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
