@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.shard_slices import canonical_name
-from shardwise.runtime.torch_private import current_autograd_node, tree_iter
+from shardwise.runtime.torch_private import current_autograd_node, reading_a_value, tree_iter
 
 _MODULE_KEY = "shardwise.module"
 
@@ -26,11 +26,18 @@ _MODULE_KEY = "shardwise.module"
 def refused(operation: str, module: str, in_optimizer: bool = False) -> RecipeError:
     """The error of an operation that a dry run cannot run."""
     in_model = f"model: {module}" if module else "model"
+    why, fix = "gives a result whose shape depends on values", "use an implementation with fixed shapes"
+    if operation == reading_a_value().name():
+        why, fix = (
+            "reads a value of a tensor into Python",
+            "leave out .item(), float(), bool() and if of tensors, such as the checks of torch.distributions "
+            "(validate_args=False)",
+        )
     return RecipeError(
         "the step cannot be planned",
         where="optimizer.factory" if in_optimizer else in_model,
-        why=f"{operation} gives a result whose shape depends on values, and a dry run has none",
-        fix="use an implementation with fixed shapes",
+        why=f"{operation} {why}, and a dry run has none",
+        fix=fix,
     )
 
 

@@ -188,6 +188,13 @@ class Empty(Net):
         return super().forward(x) + self.rows @ self.columns[:, 0] + x.new_zeros(len(x), 0) @ self.columns
 
 
+class Asking(Net):
+    """Asks for a value."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) if bool((x == x).all()) else self.leave(self.enter(x))
+
+
 class Borrowing(Net):
     """A list has one of its weights."""
 
@@ -369,6 +376,7 @@ def test_saves_and_evaluations_change_no_step(kind: type[Net], pool: Pool, tmp_p
         (Common, {"zero_stage": 3}, r"block 0 shares blocks\.1\.0\.weight with block 1"),
         (Lent, {"zero_stage": 3}, r"block 0 shares layer\.weight with the rest of the model"),
         (Forces, {"zero_stage": 2}, "torch.autograd.grad through a sharded module"),
+        (Asking, {"zero_stage": 0}, r"reads a value of a tensor into Python.* leave out \.item\(\)"),
         (Borrowing, {"zero_stage": 0}, "uses a tensor that is not its own"),
     ],
 )
