@@ -23,6 +23,7 @@ from shardwise.runtime.parallel.shard_slices import (
     share,
     shared_names,
 )
+from shardwise.runtime.torch_private_parametrize import pickle_parametrized
 
 
 class GivenModel:
@@ -42,6 +43,7 @@ class GivenModel:
             missing = min(tensors.keys() - real)
             raise RecipeError("a part of the module is on the meta device", where=f"module: {missing}")
         self._module, self._loss, self._dataset = on_meta(module), loss, dataset
+        pickle_parametrized(self._module)
         self.weights = folder / "weights.safetensors" if real and folder is not None else None
         if self.weights is not None:
             save_file(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Plan
+from shardwise.core.user_objects import giving
 from shardwise.engine.seeding import seed_step
 from shardwise.model.object_model import GivenModel
 from shardwise.technique import layout_of, strategy_from
@@ -436,6 +438,19 @@ def test_a_layer_of_two_modules_is_planned() -> None:
         **given(Common),
     )
     assert plan.parameters == sum(p.numel() for p in made(Common).parameters())
+
+
+def test_a_parametrized_module_is_sent_to_the_processes_of_a_run(tmp_path: Path) -> None:
+    """torch's own pickling refuses it."""
+    model = made(Net)
+    nn.utils.parametrizations.weight_norm(model.leave)
+    nn.utils.parametrizations.spectral_norm(model.blocks[0])  # type: ignore[arg-type]
+    with giving({"model": GivenModel(model, loss, points(), tmp_path)}) as environment:
+        _, sent = cloudpickle.loads(Path(*environment.values()).read_bytes())
+        module, *_ = cloudpickle.loads(sent)["model"]()
+    module.load_state_dict(model.state_dict(), assign=True)
+    x = torch.ones(2, 4)
+    assert torch.equal(module.eval()(x), model.eval()(x))
 
 
 def test_a_lazy_module_is_refused(tmp_path: Path) -> None:
