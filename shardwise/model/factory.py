@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -216,6 +216,12 @@ class FactoryModel(Blueprint):
             raise self._error(
                 "the number of valid targets must be one whole number", why, "count: (labels != -100).sum()"
             )
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise self._error(
+                "the loss depends on no trained weight",
+                why="it has no gradient",
+                fix="compute it from the module's result, without .detach() or .item(), also for no targets",
+            )
         if is_half(total.dtype):
             raise self._error(
                 f"the loss is summed in {str(total.dtype).removeprefix('torch.')}",
@@ -311,8 +317,13 @@ class FactoryModel(Blueprint):
             raise self._error("the dataset cannot be made", why=why) from error
 
     def _first_sample(self) -> dict[str, Tensor]:
+        dataset: Any = self.dataset
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            why = f"a resumable order needs items by number, and {_described(dataset)} has none"
+            fix = "give a map-style dataset, with __len__ and __getitem__"
+            raise self._error("the dataset has no length", why=why, fix=fix)
         try:
-            length, sample = len(self.dataset), self.dataset[0]  # type: ignore[arg-type,index]
+            sample = dataset[0] if (length := len(dataset)) else None
         except Exception as error:  # the user's code
             raise self._error("the dataset cannot be read", why=f"{type(error).__name__}: {error}") from error
         if length < 1 or not isinstance(sample, dict) or not sample:
@@ -333,6 +344,12 @@ class FactoryModel(Blueprint):
             raise self._error(
                 f"{name!r} of the dataset is not a tensor", why=f"it is {kind}", fix=fix
             ) from error
+        if tensor.layout != torch.strided:
+            raise self._error(
+                f"{name!r} of the dataset is no dense tensor",
+                why=str(tensor.layout),
+                fix="give its .to_dense()",
+            )
         if tensor.is_meta:
             fix = f"let {self.name}() return a function that makes the dataset"
             raise self._error(f"{name!r} of the dataset is on the meta device", fix=fix)

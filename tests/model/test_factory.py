@@ -143,6 +143,26 @@ def no_dicts():
     return Classifier(10, 2), loss, lambda: [torch.zeros(8)]
 
 
+def sparse():
+    return Classifier(10, 2), loss, lambda: [{"x": torch.zeros(8).to_sparse()}]
+
+
+def no_items():
+    return Classifier(10, 2), loss, []
+
+
+def endless():
+    return Classifier(10, 2), loss, iter([])
+
+
+def apart(model, batch):
+    return model(batch["x"]).detach().sum(), 4
+
+
+def detached():
+    return Classifier(10, 2), apart, Spirals
+
+
 class Phases(nn.Module):
     def __init__(self):
         super().__init__()
@@ -292,6 +312,9 @@ def test_a_dataset_may_be_an_instance_or_missing(make: Any) -> None:
         ("broken_data", {}, "dataset cannot be made .*division by zero"),
         ("no_dicts", {}, "must be dicts of tensors .*sample 0 is a tensor of shape .*name the values"),
         ("texts", {}, "'name' of the dataset is not a tensor .*it is a str; leave it out"),
+        ("sparse", {}, r"'x' of the dataset is no dense tensor .*torch\.sparse_coo; give its \.to_dense"),
+        ("no_items", {}, "must be dicts of tensors .*it has no samples"),
+        ("endless", {}, r"the dataset has no length .*a list_iterator has none; give a map-style"),
         ("complex_weights", {}, r"the parameter phase is complex .*view_as_real"),
     ],
 )
@@ -326,6 +349,14 @@ def test_a_loss_that_is_no_sum_and_count_is_told_in_a_line(
 ) -> None:
     blueprint = make(function)
     with pytest.raises(RecipeError, match=rf"must return \(sum.*{returned}.*reduction='sum'"):
+        blueprint.loss(whole(blueprint), batch_of(blueprint))
+
+
+def test_a_loss_without_a_gradient_is_told_in_a_line(make: Any, whole: Any) -> None:
+    blueprint = make("detached")
+    with torch.no_grad():
+        blueprint.loss(whole(blueprint), batch_of(blueprint))
+    with pytest.raises(RecipeError, match=r"the loss depends on no trained weight .*without \.detach\(\)"):
         blueprint.loss(whole(blueprint), batch_of(blueprint))
 
 
