@@ -74,6 +74,12 @@ _LAYERS: frozenset[Any] = frozenset(
 
 _STATISTICS: frozenset[Any] = frozenset([F.batch_norm, F.instance_norm])
 
+_DECOMPOSITIONS = """cholesky cholesky_ex cond det eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor
+    ldl_factor_ex ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_exp matrix_norm matrix_power matrix_rank
+    pinv qr slogdet solve solve_ex solve_triangular svd svdvals tensorinv tensorsolve vander"""
+_OF_MATRICES = """cholesky cholesky_inverse cholesky_solve det geqrf inverse logdet lu_solve matrix_exp matrix_power
+    nanquantile orgqr ormqr pinverse qr quantile slogdet svd triangular_solve"""
+
 _WIDE: frozenset[Any] = frozenset(
     [
         *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.cross_entropy, F.nll_loss, F.kl_div),
@@ -93,18 +99,9 @@ _WIDE: frozenset[Any] = frozenset(
         *(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss),
         *(F.triplet_margin_loss, F.triplet_margin_with_distance_loss, torch.ctc_loss),
         *(getattr(torch.fft, name) for name in torch.fft.__all__ if not name.endswith(("freq", "shift"))),
-        *(torch.stft, torch.istft, Tensor.stft, Tensor.istft, torch.cdist),
-        *(
-            torch.inverse,
-            Tensor.inverse,
-            torch.linalg.inv,
-            torch.linalg.pinv,
-            torch.linalg.solve,
-            torch.linalg.lstsq,
-        ),
-        *(torch.det, Tensor.det, torch.linalg.det, torch.logdet, torch.slogdet, torch.linalg.slogdet),
-        *(torch.linalg.cholesky, torch.linalg.qr, torch.linalg.eigh, torch.linalg.eigvalsh),
-        *(torch.linalg.svd, torch.linalg.svdvals, torch.matrix_exp, torch.linalg.matrix_exp),
+        *(torch.stft, torch.istft, Tensor.stft, Tensor.istft, torch.cdist, torch.pdist),
+        *(getattr(torch.linalg, name) for name in _DECOMPOSITIONS.split()),
+        *(getattr(owner, name) for owner in (torch, Tensor) for name in _OF_MATRICES.split()),
         *(torch.polar, torch.view_as_complex, torch.complex),
     ]
 )

@@ -49,6 +49,34 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+def orthogonal() -> nn.Module:
+    return nn.utils.parametrizations.orthogonal(nn.Linear(6, 5), orthogonal_map="householder")
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "decompose",
+    [
+        lambda x: orthogonal().to(x.dtype)(x),
+        lambda x: torch.linalg.solve_triangular(x.triu(), x, upper=True),
+        lambda x: torch.linalg.matrix_norm(x, 2),
+        lambda x: torch.linalg.matrix_power(x, -1),
+        lambda x: torch.linalg.lu_factor(x)[0],
+        lambda x: torch.cholesky_inverse(x),
+        lambda x: x.slogdet()[1],
+        lambda x: x.quantile(0.5),
+        lambda x: torch.pdist(x),
+    ],
+)
+def test_operations_without_kernels_of_16_bits_compute_in_fp32(
+    decompose: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    """As under autocast."""
+    x = torch.eye(6) + 0.1 * torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    with casting(mixed(nn.Identity(), dtype)):
+        assert decompose(x.to(dtype)).isfinite().all()
+
+
 ROUNDS_LESS = {"batch norm", "batch norm without statistics", "encoder layer"}
 """Next to fp32 statistics or a residual in fp32, an fp32 input is not rounded."""
 
