@@ -213,7 +213,8 @@ class Answer:
         limits: of ``plan --limits``.
         origins: of every number in ``plan --json``.
         nearest: one for each setting, in the order of techniques.
-        unpin: pins of the recipe without which the run fits and is faster, a sentence each.
+        unpin: pins of the recipe without which the run fits and is faster, and defaults that take twice the time; a
+            sentence each.
     """
 
     run: RunCost

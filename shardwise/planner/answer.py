@@ -40,6 +40,7 @@ from shardwise.technique import (
     DIGITS,
     MICRO_BATCH_SIZE,
     ORDER,
+    SETTINGS,
     Technique,
     broken_rules,
     case_of,
@@ -80,7 +81,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         run=run,
         peak=None if memory_spread is None else memory_spread.of(plan.peak.bytes),
         nearest=tuple(_alternatives(recipe, cluster, plan)),
-        unpin=tuple(_slower_by_pins(recipe, cluster, plan)),
+        unpin=(*_slower_by_pins(recipe, cluster, plan), *_slower_by_defaults(recipe, plan)),
         binding=_binding(plan, bool(prices)),
         prices=prices,
         front=front(plan.candidates),
@@ -162,6 +163,27 @@ def _slower_by_pins(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[st
             pinned = pinned_in_words(f"strategy.{key}" for key in pins)
             without = "it" if len(pins) == 1 else "them"
             yield f"{pinned}: without {without} fits, {format_change(seconds / plan.step.seconds - 1)} step time"
+
+
+def _slower_by_defaults(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Defaults that change the digits of the training, so the planner keeps them, at twice the time or more.
+
+    Of the values that take half the time the first is named, as they are listed: bf16 before fp8.
+    """
+    half = 0.0 if recipe.plan.objective == "memory" else plan.step.seconds / 2
+    best: dict[tuple[str, object], float] = {}
+    for candidate in plan.candidates:
+        digits = DIGITS & plan.strategy.differences(candidate.strategy).keys()
+        if candidate.verdict == "fits" and len(digits) == 1 and not _pins(recipe, plan, candidate):
+            [key] = digits
+            pair = key, candidate.strategy.values[key]
+            best[pair] = min(candidate.step_seconds, best.get(pair, math.inf))
+    for setting in (setting for setting in SETTINGS if setting.key in DIGITS):
+        faster = (value for value in setting.compared if best.get((setting.key, value), math.inf) <= half)
+        if (value := next(faster, None)) is not None:
+            change = format_change(best[setting.key, value] / plan.step.seconds - 1)
+            default = _word(plan.strategy[setting])
+            yield f"strategy.{setting.key} is {default}, the default: {_word(value)} fits, {change} step time"
 
 
 def _last_resorts(recipe: Recipe, cluster: Cluster, plan: Plan) -> Mapping[str, Sequence[object]]:

@@ -284,3 +284,19 @@ def test_a_pin_is_not_blamed_for_a_value_of_the_last_resort() -> None:
     made = answered(faster, strategy={"reference": "copy"}, **pairs)
     assert not made.unpin
     assert "reference" in {each.setting for each in made.nearest}
+
+
+def test_a_default_that_takes_twice_the_time_is_named() -> None:
+    """Of values that take half the time the first. A recipe that says fp32 wants it; one for memory wants no speed."""
+
+    def unpin(*others: Candidate, **changed: Any) -> tuple[str, ...]:
+        slow = replace(plan(*others), strategy=strategy(precision="fp32"))
+        made: tuple[str, ...] = answered(slow, **changed).unpin
+        return made
+
+    faster = [candidate(40, 0.2, "fits", precision="fp8"), candidate(60, 0.5, "fits", precision="bf16")]
+    assert unpin(*faster) == ("strategy.precision is fp32, the default: bf16 fits, −75 % step time",)
+    assert not unpin(candidate(60, 1.5, "fits", precision="bf16"))
+    assert not unpin(candidate(60, 0.5, "does not fit", precision="bf16"))
+    assert not unpin(*faster, strategy={"precision": "fp32"})
+    assert not unpin(*faster, plan={"objective": "memory"})
