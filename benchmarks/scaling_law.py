@@ -10,8 +10,8 @@ goes through the engine and the checkpoints that ``shardwise train`` uses, in on
 Sizes are of one family (scaling/family.py). The peak learning rate falls with the square root of the width;
 the batch is the same for all. ``--sweep full`` trains 0.1M to 2.7M parameters and predicts 5.8M: about an hour on two
 free cores. ``--sweep small`` has fewer steps of 0.07M to 0.65M and predicts 1.6M: about 10 minutes on one core.
-``--sweep miniature`` checks that the benchmark works, in seconds. Writes benchmarks/results/scaling-law.json and its
-picture.
+``--sweep miniature`` checks that the benchmark works, in half a minute. Writes benchmarks/results/scaling-law.json and
+its picture.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ SWEEPS = {
         ((48, 3, 8000), (64, 4, 8000), (96, 5, 4000), (128, 6, 2000), (176, 7, 1200)), (256, 7, 1000)
     ),
     "small": Sweep(((32, 4, 1200), (48, 3, 1120), (64, 3, 800), (80, 4, 560), (112, 4, 400)), (144, 6, 300)),
-    "miniature": Sweep(((32, 1, 80), (32, 2, 60), (48, 1, 40)), (48, 2, 30), sequences=16, warmup=2),
+    "miniature": Sweep(
+        ((16, 1, 240), (24, 2, 160), (32, 3, 120), (48, 2, 80)), (64, 2, 60), sequences=16, warmup=2
+    ),
 }
 
 

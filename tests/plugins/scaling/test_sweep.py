@@ -59,7 +59,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=600)
     lines = points.read_text(encoding="utf-8").splitlines()
     assert lines[: len(before)] == before
-    assert len({json.loads(line)["run"] for line in lines}) == len(lines) == 13
+    assert len({json.loads(line)["run"] for line in lines}) == len(lines) == 17
     assert prediction.stat().st_mtime < points.stat().st_mtime, "the predicted run was trained afterwards"
     values = json.loads(out.read_text(encoding="utf-8"))
     assert values["prediction"] == json.loads(prediction.read_text(encoding="utf-8"))
