@@ -116,8 +116,8 @@ def write_job(folder: Path, recipe: Recipe, plan: Plan) -> None:
     with _writing(folder):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     for name in (RECIPE, PLAN):
-        # It fails, as it should, where there is none, or one that is older: workers were killed before they accepted.
-        # A file system without hard links keeps none.
+        # Nothing is linked on a first start, nor where workers were killed before they accepted the last job: then the
+        # older link is the accepted one. Without hard links in the file system nothing comes back.
         with suppress(OSError):
             os.link(folder / name, _former(folder, name))
     try:
@@ -147,7 +147,7 @@ def _restore_former(folder: Path) -> None:
     for name in (RECIPE, PLAN):
         with suppress(OSError):
             _former(folder, name).replace(folder / name)
-            _former(folder, name).unlink()  # it is there yet if both were the same file
+            _former(folder, name).unlink()  # replace() leaves it where both are links to the same file
 
 
 def _former(folder: Path, name: str) -> Path:

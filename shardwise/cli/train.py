@@ -15,7 +15,7 @@ from shardwise.cli.common import Overrides, RecipeArgument, next_lines, path_opt
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import measured_cluster, read_request, refuse_plan_only
-from shardwise.launch.placement import launched_by
+from shardwise.launch.placement import launched_by, require_processes
 
 
 def command(
@@ -51,19 +51,8 @@ def command(
                 for line in next_lines(next_commands(out)):
                     say(line)
         return
-    _require_processes(placement.world_size, cluster.world_size)
+    require_processes(cluster.world_size, placement.world_size)
     from shardwise.cli.under_launcher import train_as_rank  # loads torch
 
     device = cluster.device.traits.torch_type
     raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))
-
-
-def _require_processes(started: int, needed: int) -> None:
-    """Raise RecipeError before anything is planned or written: the same command would fail again."""
-    if started != needed:
-        raise RecipeError(
-            f"the recipe is for {needed} processes",
-            where="cluster",
-            why=f"this is one of {started}",
-            fix="start as many as nodes x devices_per_node, or set cluster.nodes and cluster.devices_per_node",
-        )

@@ -33,7 +33,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
     """The factor on the peak learning rate for the update number ``step`` (0-based) of ``steps``.
 
-    Raises RecipeError if the recipe's function cannot be imported, fails or returns no share of the peak.
+    Raises RecipeError if the recipe's function cannot be imported, fails or returns no fraction of the peak.
     """
     if schedule.factory is not None:
         return _given(schedule.factory, step, steps)
@@ -50,7 +50,7 @@ def _given(target: str, step: int, steps: int) -> float:
     try:
         factor = float(function(step, steps))
         if not 0 <= factor < math.inf:
-            raise ValueError(f"{factor:g} is no share of the peak learning rate")
+            raise ValueError(f"{factor:g} is no fraction of the peak learning rate")
         return factor
     except Exception as error:  # the user's code
         why = f"{type(error).__name__}: {error}"
@@ -58,7 +58,7 @@ def _given(target: str, step: int, steps: int) -> float:
             f"the schedule failed at step {step}",
             where=f"schedule.factory: {target}",
             why=why,
-            fix="it is called with the step, from 0, and the number of steps, and returns a number from 0 on",
+            fix="it is called with the step, from 0, and the number of steps, and returns a number of at least 0",
         ) from error
 
 

@@ -27,7 +27,7 @@ from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan, refuse_unfit
 from shardwise.jobs.request import measured_cluster, refuse_plan_only
-from shardwise.launch.placement import launched_by
+from shardwise.launch.placement import launched_by, require_processes
 from shardwise.launch.process import join
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
@@ -177,7 +177,7 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
         yield Session(recipe, _checked_plan(plan), _session_device(recipe))
         return
     placement = launched_by()
-    _require_processes(
+    require_processes(
         cluster_of(recipe.cluster).world_size if plan is None else plan.world_size,
         1 if placement is None else placement.world_size,
     )
@@ -201,15 +201,5 @@ def _session_device(recipe: Recipe) -> torch.device:
 def _checked_plan(plan: Plan) -> Plan:
     """The plan, if it fits and is for as many processes as there are."""
     refuse_unfit(plan)
-    _require_processes(plan.world_size, dist.get_world_size())
+    require_processes(plan.world_size, dist.get_world_size())
     return plan
-
-
-def _require_processes(planned: int, started: int) -> None:
-    if planned != started:
-        raise RecipeError(
-            f"the plan is for {planned} process{'es' * (planned > 1)}",
-            where="cluster",
-            why="this is the only one" if started == 1 else f"this is one of {started}",
-            fix="start as many with torchrun, or set cluster.devices_per_node",
-        )

@@ -135,3 +135,14 @@ def first_host(nodelist: str) -> str:
         raise _contradiction(f"SLURM_JOB_NODELIST is {nodelist!r}", "it names no host")
     number = re.split(r"[-,]", match[2])[0] if match[2] else ""
     return match[1] + number + match[3]
+
+
+def require_processes(planned: int, started: int) -> None:
+    """Raise RecipeError for another number of processes than planned, which the same command would start again."""
+    if planned != started:
+        raise RecipeError(
+            f"the plan is for {planned} process{'es' * (planned > 1)}",
+            where="cluster",
+            why="this is the only one" if started == 1 else f"this is one of {started}",
+            fix="start as many with torchrun or srun, or set cluster.nodes and cluster.devices_per_node",
+        )

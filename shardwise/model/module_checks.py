@@ -15,7 +15,7 @@ def require_kept(module: nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             where = f"module: {path or type(part).__name__}"
             fix = "give the module that it was made of, and compile with strategy.compile: block"
-            raise RecipeError("a module of TorchScript takes no shards", where=where, fix=fix)
+            raise RecipeError("TorchScript modules cannot be sharded", where=where, fix=fix)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise RecipeError(

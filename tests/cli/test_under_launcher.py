@@ -122,9 +122,9 @@ def test_a_run_that_ends_well_prints_nothing(
     assert len(reported) == 1
 
 
-@pytest.mark.parametrize("started", [1, 3])
+@pytest.mark.parametrize(("started", "said"), [(1, "the only one"), (3, "one of 3")])
 def test_another_number_of_processes_than_the_recipes_is_refused(
-    started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is written; and not with 5, after which schedulers start a job again."""
     recipe = tmp_path / "recipe.yaml"
@@ -132,6 +132,6 @@ def test_another_number_of_processes_than_the_recipes_is_refused(
     for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WORLD_SIZE", str(started))
-    with pytest.raises(RecipeError, match=rf"the recipe is for 2 processes .*this is one of {started}"):
+    with pytest.raises(RecipeError, match=rf"the plan is for 2 processes .*this is {said}"):
         train.command(recipe, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -192,5 +192,5 @@ def returns_a_negative_number(step: int, steps: int) -> float:
 @pytest.mark.parametrize("function", [returns_nan, returns_infinity, returns_a_negative_number])
 def test_a_function_that_returns_no_share_of_the_peak_is_refused(function: Callable[..., float]) -> None:
     schedule = ScheduleSpec(factory=f"{__name__}:{function.__name__}")
-    with pytest.raises(RecipeError, match=r"failed at step 3 .* no share of the peak"):
+    with pytest.raises(RecipeError, match=r"failed at step 3 .* no fraction of the peak"):
         multiplier(schedule, 3, STEPS)

@@ -464,7 +464,7 @@ def test_a_scripted_module_is_refused(path: str, named: str, tmp_path: Path) -> 
     scripted = torch.jit.script(nn.Linear(6, 6))
     if path:
         model.set_submodule(path, scripted)
-    with pytest.raises(RecipeError, match=rf"TorchScript takes no shards \(module: {named}\)"):
+    with pytest.raises(RecipeError, match=rf"TorchScript modules cannot be sharded \(module: {named}\)"):
         GivenModel(model if path else scripted, loss, points(), tmp_path)
 
 
