@@ -173,20 +173,22 @@ def cuda_kernels(processes: int, attention: BackendOrder, device_type: str = "cu
         "rms_norm": _fused_rms_norm,
         "dropout": _fused_dropout,
     }
-    with foreach_by_default(), _substituted(kernels, device_type, {}):
+    with foreach_by_default(), _substituted(kernels, (device_type, attention), {}):
         yield
 
 
 @contextmanager
 def mps_kernels(processes: int, attention: BackendOrder) -> Iterator[None]:
     """Make the dispatcher call MPS's kernels: attention in parts, for which autograd saves the scores."""
-    with _substituted({"scaled_dot_product_attention": _attention_in_parts}, "mps", EMULATED):
+    with _substituted({"scaled_dot_product_attention": _attention_in_parts}, ("mps", attention), EMULATED):
         yield
 
 
 @contextmanager
 def _substituted(
-    kernels: Mapping[str, Callable[..., Any]], device_type: str, emulated: Mapping[str, Callable[..., Any]]
+    kernels: Mapping[str, Callable[..., Any]],
+    planned: tuple[str, BackendOrder],
+    emulated: Mapping[str, Callable[..., Any]],
 ) -> Iterator[None]:
     """Register kernels at the dispatcher's autograd key.
 
@@ -195,7 +197,7 @@ def _substituted(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
         parts = _Parts({**_COMPOSED, **emulated})
-        with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), parts:
+        with scoped_kernels(kernels, "AutogradCPU"), kernels_as(*planned), parts:
             yield
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import RecipeError
-from shardwise.runtime.parallel.attention_kernels import planned_device
+from shardwise.runtime.parallel.attention_kernels import planned_kernels
 from shardwise.runtime.same_code import Number, code_of, code_of_module, numbers_of, numbers_read
 from shardwise.runtime.stored_tensors import AttributePath, put, storing
 from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes, tree_flatten, tree_unflatten
@@ -171,7 +171,7 @@ class CompiledForward:
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
         modes = tuple(map(code_of, function_modes()))
-        key = (self._code, self.budget, call, planned_device(), modes, *map(_compilation_key, inputs))
+        key = (self._code, self.budget, call, planned_kernels(), modes, *map(_compilation_key, inputs))
         if (compilation := self._known(key)) is None:
             compilation = self._compiled(key, inputs, call)
             self._values = self._current_values()  # what the trace itself changed is no change between calls

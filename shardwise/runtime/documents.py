@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.runtime.kernel_check import KernelCheck, row_error, trusted
-from shardwise.runtime.parallel.attention_kernels import has_varlen_kernel, padding_for, planned_device
+from shardwise.runtime.parallel.attention_kernels import has_varlen_kernel, padding_for, planned_kernels
 from shardwise.runtime.torch_private_attention import (
     flash_attention_varlen,
 )
@@ -89,7 +89,7 @@ def _runs_varlen(like: Tensor, head_width: int) -> bool:
     """Whether the kernel runs on the device of ``like``, or on the planned one, and computes what fp64 does here."""
     if not has_varlen_kernel(like, head_width):
         return False
-    return planned_device() is not None or _trusts_varlen(like.dtype, head_width, like.device)
+    return planned_kernels() is not None or _trusts_varlen(like.dtype, head_width, like.device)
 
 
 @cache

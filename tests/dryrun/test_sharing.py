@@ -69,6 +69,15 @@ def test_devices_of_a_kind_share_a_dry_run(made: list[int]) -> None:
     assert made == [0, 1, 0, 0], "outside of the block each call is a dry run"
 
 
+def test_a_compiled_block_has_the_attention_of_its_own_device() -> None:
+    """A process keeps compilations: those for an H100 call cuDNN's attention."""
+    compiled = strategy_from({"precision": "bf16", "compile": "block"})
+    for device, cudnn in (("H100-80GB", True), ("A100-40GB", False)):
+        recipe = asked(device)
+        run = dry_run(recipe, blueprint_of(recipe), compiled, cluster_of(recipe.cluster))
+        assert any("cudnn" in kernel.operation for kernel in run.cost.kernels) == cudnn
+
+
 def test_the_processor_shares_nothing(made: list[int]) -> None:
     """Its kernels depend on the number of processes of a node."""
     with sharing_dry_runs():

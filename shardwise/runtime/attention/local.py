@@ -38,7 +38,7 @@ from shardwise.runtime.parallel.attention_kernels import (
     has_varlen_kernel,
     kernels_for,
     padding_for,
-    planned_device,
+    planned_kernels,
 )
 
 
@@ -147,7 +147,7 @@ def _runs_windows(q: Tensor) -> bool:
     """Whether flash attention has windows on the device of ``q``, or the planned one, and computes what fp64 does."""
     if not has_varlen_kernel(q, q.shape[-1]):
         return False
-    return planned_device() is not None or _trusts_windows(q.dtype, q.shape[-1], q.device)
+    return planned_kernels() is not None or _trusts_windows(q.dtype, q.shape[-1], q.device)
 
 
 @cache

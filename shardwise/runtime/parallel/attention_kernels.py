@@ -44,23 +44,29 @@ _WIDTH_MULTIPLE = 8
 WIDEST_HEAD = 256
 """Head width of flash attention."""
 
-_kind_override: str | None = None
+_planned: tuple[str, tuple[str, ...]] | None = None
 
 
 @contextmanager
-def kernels_as(device_type: str) -> Iterator[None]:
-    """Use this device type's kernels inside the context, for the dry run."""
-    global _kind_override
-    before, _kind_override = _kind_override, device_type
+def kernels_as(device_type: str, attention: tuple[str, ...] = ()) -> Iterator[None]:
+    """Use this device type's kernels inside the context, for the dry run.
+
+    Args:
+        attention: the device's order of attention's backends.
+    """
+    global _planned
+    before, _planned = _planned, (device_type, attention)
     try:
         yield
     finally:
-        _kind_override = before
+        _planned = before
 
 
-def planned_device() -> str | None:
-    """The device type whose kernels are used in place of those of the tensors' device, if any."""
-    return _kind_override
+def planned_kernels() -> tuple[str, tuple[str, ...]] | None:
+    """The device type whose kernels are used in place of those of the tensors' device, if any, with its order of
+    attention's backends.
+    """
+    return _planned
 
 
 class Kernels(Protocol):
@@ -76,8 +82,8 @@ class Kernels(Protocol):
 
 
 def _kernel_device(tensor: Tensor) -> DeviceKind:
-    if _kind_override is not None:
-        return DEVICE_KINDS[_kind_override]
+    if _planned is not None:
+        return DEVICE_KINDS[_planned[0]]
     return HOST if tensor.is_meta else kind_of(tensor.device)  # of meta tensors only shapes are asked
 
 
