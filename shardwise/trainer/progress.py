@@ -20,10 +20,15 @@ from shardwise.core.units import format_bytes, format_seconds
 PLAIN_SECONDS = 5.0
 """Without a terminal: least time between two lines, except for the last step."""
 
+PLAIN_WIDTH = 100
+"""Without a terminal: most columns of a line with measures. The peak and the last measures are left out."""
+
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 
 MEASURES = "measures"
 """Begins the names of figures that are measures of the objective, or metrics."""
+
+VALIDATED = f"{MEASURES} of the validation data"
 
 DROPPED = ("peak", MEASURES, "bar", "rate", "validation", "left")
 """What a narrow terminal does without, in this order; of the measures the last one first. The step and the loss stay.
@@ -71,8 +76,7 @@ class Progressing:
         due = now - self._last_line >= self._seconds or evaluated
         if due or metrics.step == self._steps:
             self._last_line = now
-            step, left = step_in_words(metrics, self._units), f"{self._line.left:,.0f} s left"
-            self._console.print(f"step {metrics.step}/{self._steps}  {step}  {left}", soft_wrap=True)
+            self._console.print(self._line.plain(metrics), soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -95,6 +99,16 @@ class StepLine:
         step, began = self._first
         mean = (now - began) / (metrics.step - step) if metrics.step > step else metrics.seconds
         self._metrics, self.left = metrics, (self._steps - metrics.step) * mean
+
+    def plain(self, metrics: StepRecord) -> str:
+        """The line without a terminal."""
+        figures = {"step": f"step {metrics.step}/{self._steps}", **figures_of(metrics, self._units)}
+        figures["left"] = f"{self.left:,.0f} s left"
+        measures = _measures_last_first(figures)
+        for name in ["peak", *measures] if measures else []:
+            if len("  ".join(figures.values())) > PLAIN_WIDTH:
+                del figures[name]
+        return "  ".join(figures.values())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         done = self._resumed if self._metrics is None else self._metrics.step
@@ -123,8 +137,14 @@ class StepLine:
 
 def _drop_order(figures: Mapping[str, str]) -> list[str]:
     """The names of figures, and ``bar``, in the order of DROPPED."""
-    measures = [name for name in reversed(list(figures)) if name.startswith(MEASURES)]
+    measures = _measures_last_first(figures)
     return [name for figure in DROPPED for name in (measures if figure == MEASURES else [figure])]
+
+
+def _measures_last_first(figures: Mapping[str, str]) -> list[str]:
+    """The names of measures, the last one first; those of the step before those of the validation data."""
+    last_first = [name for name in reversed(list(figures)) if name.startswith(MEASURES)]
+    return sorted(last_first, key=lambda name: name.startswith(VALIDATED))
 
 
 def figures_of(metrics: StepRecord, units: Units = TOKENS) -> Mapping[str, str]:
@@ -133,17 +153,17 @@ def figures_of(metrics: StepRecord, units: Units = TOKENS) -> Mapping[str, str]:
     """
     losses = [] if metrics.held_out_loss is None else [f"validation loss {metrics.held_out_loss:.4f}"]
     losses += [f"{name} {loss:.4f}" for name, loss in (metrics.held_out_losses or {}).items()]
-    figures = {"loss": f"loss {metrics.loss:.4f}", **_measures("of the step", metrics.measures)}
+    figures = {"loss": f"loss {metrics.loss:.4f}", **_measures(f"{MEASURES} of the step", metrics.measures)}
     if losses:
         figures["validation"] = "  ".join(losses)
-    figures |= _measures("of the validation data", metrics.metrics)
+    figures |= _measures(VALIDATED, metrics.metrics)
     figures["rate"] = _rates(metrics, units)
     figures["peak"] = f"peak {format_bytes(metrics.peak_bytes or 0)}"
     return figures
 
 
-def _measures(where: str, values: Mapping[str, float] | None) -> dict[str, str]:
-    return {f"{MEASURES} {where}: {n}": f"{measure_label(n)} {v:.4g}" for n, v in (values or {}).items()}
+def _measures(of: str, values: Mapping[str, float] | None) -> dict[str, str]:
+    return {f"{of}: {n}": f"{measure_label(n)} {v:.4g}" for n, v in (values or {}).items()}
 
 
 def step_in_words(metrics: StepRecord, units: Units = TOKENS) -> str:

@@ -95,6 +95,20 @@ def test_a_pipe_gets_plain_lines() -> None:
     )
 
 
+def test_a_plain_line_with_measures_has_a_hundred_columns() -> None:
+    """DPO has six measures, and twice as many where it evaluates: a line of 240 columns."""
+    measures = {"accuracy": 0.75, "reward_margin": 0.0009413, "chosen_reward": 0.5, "rejected_reward": -0.5}
+    step = StepRecord(12, 0.6581, 1.0, 1e-3, 8, 2.0, 4.0, processed_per_second=2844.0, measures=measures)
+    evaluated = replace(step, held_out_loss=0.6927, metrics=dict.fromkeys(measures, 0.25))
+    plain, validated = (
+        StepLine(40, 0, Units("tokens", "pairs")).plain(replace(each, peak_bytes=2**30))
+        for each in (step, evaluated)
+    )
+    rates = "2,844 tokens/s, 4 pairs/s  0 s left"
+    assert plain == f"step 12/40  loss 0.6581  accuracy 0.75  reward margin 0.0009413  {rates}"
+    assert validated == f"step 12/40  loss 0.6581  validation loss 0.6927  accuracy 0.25  {rates}"
+
+
 def test_the_time_left_is_of_the_mean_step_and_ends() -> None:
     """One slow step of a shared machine is no forecast; the first step, which is slower, is left out."""
     line = StepLine(10, 0)
