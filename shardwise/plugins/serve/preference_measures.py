@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwise.checkpoint.chosen import recipe_in
 from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
@@ -30,7 +31,6 @@ from shardwise.data.batches import batch_of
 from shardwise.data.opening import open_splits
 from shardwise.data.preferences import Preferences
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
-from shardwise.exporter.export_run import checkpoint_of
 from shardwise.model.blueprint import Batch, Blueprint, TrainingObjective
 from shardwise.plugins.serve.evaluating import (
     EvaluationOptions,
@@ -105,7 +105,7 @@ def preference_measures(
     Raises:
         CheckpointError, DataError, RecipeError: the model, the data or an option cannot be used.
     """
-    recipe = checkpoint_of(model)[0] if (model / RECIPE).is_file() else None
+    recipe = recipe_in(model) if (model / RECIPE).is_file() else None
     scoring = _scoring_of(model, recipe, options)
     data = _opened_pairs(recipe, source, scoring)
     device = next(scoring.model.parameters()).device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from shardwise.checkpoint.run_folder import read_job
 from shardwise.cli.main import run as run_command
 from shardwise.data.opening import open_part, tokenizer_of
+from tests.harness.small_models import write_model
 from tests.plugins.preferences.test_layouts import write_pairs
 from tests.test_docs import PREFERENCES_PAGE, ROOT, blocks
 
@@ -80,6 +82,33 @@ def test_eval_of_the_held_out_pairs_is_the_last_evaluation_and_the_page_shows_it
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "What the model answers" in page and "chosen log probability" in page
     assert "nats per token" not in page and "perplexity" not in page
+
+
+def test_the_commands_after_fine_tuning_run_and_eval_has_the_reference_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The merged model and the continued adapter. The reference of the second is the adapter's first values."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    write_model(tmp_path / "MODEL", "llama", max_position_embeddings=256)
+    chat = [{"role": "user", "content": "Yes?"}, {"role": "assistant", "content": "yes yes"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": chat})] * 8), encoding="utf-8")
+    write_pairs(tmp_path / "pairs.jsonl", 12)
+    [console] = [b for b in blocks(PREFERENCES_PAGE, "console") if "adapter.start_from" in b.text]
+    fast = ("--device", "cpu", "steps=2", "optimizer.learning_rate=1e-2")
+    for line in console.text.splitlines():
+        words = shlex.split(line.removeprefix("$ shardwise "))
+        assert run_command([*words, *fast] if words[0] == "finetune" else words) == 0, capfd.readouterr().err
+    run = tmp_path / "runs" / "dpo-adapter"
+    write_held_out(run, tmp_path / "held_out.jsonl")
+    capfd.readouterr()
+    assert run_command(["eval", str(run), "--preferences", "held_out.jsonl", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["reference"] == "the model before training"
+    last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    margin = json.loads(last)["metrics"]["reward_margin"]
+    assert found["measures"]["reward_margin"] == pytest.approx(margin, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.long
