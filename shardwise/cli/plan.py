@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -218,22 +219,42 @@ def _importers_of(recipe: Path) -> ModuleType | None:
     return importers if importers is not None and importers.is_foreign(recipe) else None
 
 
-def _show_versus(named: Sequence[tuple[str, Recipe]], as_json: bool) -> None:
-    """Plan each recipe, and print a table of the differences. The exit code is the first plan's."""
-    from shardwise.core.versus import Compared, versus_values
+def _show_versus(named: Sequence[tuple[str, Callable[[], Recipe]]], as_json: bool) -> None:
+    """Plan each recipe, and print a table of the differences. The exit code is the first plan's.
+
+    A further recipe that is refused does not end the comparison, unless all of them are: its line says why.
+    """
+    from shardwise.core.versus import Compared, Refused, versus_values
     from shardwise.jobs.planning import make_plan, refuse_unfit
     from shardwise.planner.answer import answer_of
 
     compared: list[Compared] = []
-    for name, asked in named:
-        cluster = measured_cluster(asked)
-        with planning() as progress:
-            # Neighbours are in the object of --json, and in no table of differences.
-            plan = make_plan(asked, cluster, compare=as_json and not compared, progress=progress)
-        compared.append(Compared(name, plan, answer_of(asked, cluster, plan)))
+    refused: list[Refused] = []
+
+    @contextmanager
+    def noting(name: str) -> Iterator[None]:
+        try:
+            yield
+        except RecipeError as error:
+            if name == named[0][0] or len(refused) == len(named) - 2:
+                raise
+            refused.append(Refused(name, error.line()))
+
+    asked: list[tuple[str, Recipe]] = []
+    for name, read in named:
+        with noting(name):
+            asked.append((name, read()))
+    for name, recipe in asked:
+        with noting(name):
+            cluster = measured_cluster(recipe)
+            with planning() as progress:
+                # Neighbours are in the object of --json, and in no table of differences.
+                plan = make_plan(recipe, cluster, compare=as_json and not compared, progress=progress)
+            compared.append(Compared(name, plan, answer_of(recipe, cluster, plan)))
     first = compared[0]
     if as_json:
-        values = first.plan.as_dict() | first.answer.as_dict() | {"versus": versus_values(compared)}
+        others = versus_values(compared) + [{"name": one.name, "refused": one.why} for one in refused]
+        values = first.plan.as_dict() | first.answer.as_dict() | {"versus": others}
         print(json.dumps(values, indent=1))
     else:
         from rich.console import Console
@@ -241,6 +262,8 @@ def _show_versus(named: Sequence[tuple[str, Recipe]], as_json: bool) -> None:
         from shardwise.report.versus import versus_table
 
         Console().print(versus_table(compared))
+        for one in refused:
+            typer.echo(f"\n{one.name}\n{one.why}", err=True)
     refuse_unfit(first.plan)
 
 

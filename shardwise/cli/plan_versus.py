@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,13 @@ def recipes(
     overrides: Sequence[str],
     versus: Sequence[str],
     read: Callable[[Path, Sequence[str]], Recipe],
-) -> Iterator[tuple[str, Recipe]]:
-    """The first recipe and those to compare it with, each with its name: the first one with more overrides, or another
-    with its own."""
-    yield str(recipe), read(recipe, overrides)
+) -> Iterator[tuple[str, Callable[[], Recipe]]]:
+    """The first recipe and those to compare it with, each with its name and what reads it: the first one with more
+    overrides, or another with its own."""
+    yield str(recipe), partial(read, recipe, overrides)
     for value in versus:
         first, *more = value.split(_SEPARATOR)
         if _OVERRIDE.match(first):
-            yield " ".join((first, *more)), read(recipe, [*overrides, first, *more])
+            yield " ".join((first, *more)), partial(read, recipe, [*overrides, first, *more])
         else:
-            yield " ".join((first, *more)), read(recipe_file(first), more)
+            yield " ".join((first, *more)), partial(read, recipe_file(first), more)

@@ -28,6 +28,18 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A further recipe that cannot be planned.
+
+    Attributes:
+        why: the line of its error.
+    """
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Figure:
     """One figure of all plans, the first plan's first.
 

@@ -117,6 +117,23 @@ def test_the_exit_code_is_the_first_plans(
     assert told.err.startswith("error: does not fit") and "change" in told.out
 
 
+def test_a_recipe_that_is_refused_does_not_end_the_comparison(
+    recipe: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    impossible, possible = ["--vs", "strategy.tensor_parallel=3"], ["--vs", "strategy.zero_stage=1"]
+    assert run(["plan", str(recipe), *impossible, *possible]) == 0
+    told = capsys.readouterr()
+    assert "B  strategy.zero_stage=1" in told.out and "+100" in told.out
+    assert "\nstrategy.tensor_parallel=3\nerror: tensor_parallel cannot be 3" in told.err
+    assert run(["plan", str(recipe), *impossible, *possible, "--json"]) == 0
+    planned, refused = json.loads(capsys.readouterr().out)["versus"]
+    assert planned["name"] == "strategy.zero_stage=1"
+    assert refused["name"] == "strategy.tensor_parallel=3" and refused["refused"].startswith("error: tensor_")
+    asked.clear()
+    assert run(["plan", str(recipe), *impossible, "--vs", "strategy.zro=1"]) == 2 and not asked
+    assert run(["plan", str(recipe), "strategy.tensor_parallel=3", *possible]) == 2 and not asked
+
+
 @pytest.mark.parametrize("option", ["--limits", "--explain", "--for=devices", "--html=x.html"])
 def test_it_has_no_other_output(
     recipe: Path, asked: list[Any], option: str, capsys: pytest.CaptureFixture[str]
