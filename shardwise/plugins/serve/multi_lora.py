@@ -130,7 +130,7 @@ class Bank:
                 f"no adapter is named {name!r}",
                 where=where,
                 why=f"known are {', '.join(self.known)}",
-                fix=f"give it: --adapter {name}=FOLDER",
+                fix="" if name in ("", "own") else f"give it: --adapter {name}=FOLDER",
             )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.cli.main import run
+from shardwise.core.errors import CheckpointError
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import TENSORS, write_adapter
 from shardwise.model.hf import HuggingFaceModel
@@ -91,9 +92,14 @@ def test_a_file_of_requests(folder: Path, tmp_path: Path, capfd: pytest.CaptureF
     assert alone[0]["text"] == found[1]["text"]
 
 
-def test_the_runs_own_adapter_is_named_like_base() -> None:
+def test_the_runs_own_adapter_is_named_like_base(tmp_path: Path) -> None:
     """As docs/how-to/serve-adapters.md says, and as a file of requests takes it."""
-    assert named_adapters(["own", "base", "x=runs/x"]) == ({"x": Path("runs/x")}, ["own", "base", "x"])
+    assert named_adapters(["own", "base", f"x={tmp_path}"]) == ({"x": tmp_path}, ["own", "base", "x"])
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_the_model_is_read() -> None:
+    with pytest.raises(CheckpointError, match="no such adapter"):
+        named_adapters(["x=missing"])
 
 
 CASES: list[tuple[list[str], str, int, str]] = [

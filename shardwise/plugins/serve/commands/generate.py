@@ -14,8 +14,8 @@ import typer
 from shardwise.cli.common import ModelFolder, path_option
 from shardwise.cli.spinner import working
 from shardwise.cli.terminal_output import while_read
-from shardwise.core.errors import RecipeError
-from shardwise.core.paths import path_of
+from shardwise.core.errors import CheckpointError, RecipeError
+from shardwise.core.paths import no_folder, path_of
 
 if TYPE_CHECKING:
     from shardwise.plugins.serve.requests import Request
@@ -135,7 +135,10 @@ def _show_answers(served: ServedModel, wanted: list[Request], batch: int, as_jso
 
 
 def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """The adapter folders by name, and the names in the order in which prompts use them."""
+    """The adapter folders by name, and the names in the order in which prompts use them.
+
+    Raises CheckpointError for a folder that is not there, before the model is read, which may take minutes.
+    """
     folders: dict[str, Path] = {}
     asked = []
     for value in given:
@@ -150,6 +153,8 @@ def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
                     where=f"--adapter {value}",
                     fix="name it: NAME=FOLDER",
                 )
+            if not folder.is_dir():
+                raise CheckpointError("no such adapter", where=f"--adapter {value}", why=no_folder(folder))
             folders[name] = folder
         asked.append(name)
     return folders, asked
