@@ -28,14 +28,22 @@ def local_path(text: str) -> Path:
     return path_of(text)
 
 
+def local_file(text: str) -> Path:
+    """As ``local_path``, of a file: a folder is refused before the work whose result would go into it."""
+    path = local_path(text)
+    if path.is_dir():
+        raise typer.BadParameter(f"{text} is a folder; name a file")
+    return path
+
+
 def path_argument(help: str, metavar: str) -> Any:
     """An argument that names a file or folder."""
     return typer.Argument(help=help, parser=local_path, metavar=metavar)
 
 
 def path_option(help: str, metavar: str = "FILE") -> Any:
-    """An option that names a file or folder."""
-    return typer.Option(help=help, parser=local_path, metavar=metavar)
+    """An option that names a file, or with another metavar than FILE a folder."""
+    return typer.Option(help=help, parser=local_file if metavar == "FILE" else local_path, metavar=metavar)
 
 
 ModelFolder = Annotated[Path, path_argument("folder of a run, or of a model in Hugging Face's format", "DIR")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -93,6 +93,10 @@ VersusOption = Annotated[
     ),
 ]
 
+ServeOption = Annotated[
+    bool, typer.Option("--serve", help="count the memory of serving the model, not of training it")
+]
+
 COMMAND = PlanCommand
 
 
@@ -129,19 +133,19 @@ def command(
     snapshot: SnapshotOption = None,
     objective: ForOption = None,
     within: WithinOption = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="count the memory of serving the model, not of training it")
-    ] = False,
+    serve: ServeOption = False,
     context: Annotated[
         int | None, typer.Option(help="with --serve: tokens of a request; default: the model's limit", min=2)
     ] = None,
     prompt: Annotated[
         int | None, typer.Option(help="with --serve: tokens of its prompt; default: all but one", min=1)
     ] = None,
-    batch: Annotated[int, typer.Option(help="with --serve: requests in one batch", min=1)] = 8,
+    batch: Annotated[
+        int | None, typer.Option(help="with --serve: requests in one batch; default: 8", min=1)
+    ] = None,
     precision: Annotated[
-        Dtype, typer.Option(help="with --serve: compute dtype: fp32, bf16 or fp16")
-    ] = Dtype.fp32,
+        Dtype | None, typer.Option(help="with --serve: compute dtype: fp32, bf16 or fp16; default: fp32")
+    ] = None,
     model: ModelOption = None,
     world: WorldOption = None,
     versus: VersusOption = None,
@@ -153,23 +157,34 @@ def command(
     key-value cache, activations. A configuration of DeepSpeed, Accelerate, Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT
     or torchtitan is planned as the recipe that shardwise from makes of it.
     """
-    if serve:
-        _serving().show(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
-        return
-    if context is not None or prompt is not None:
-        raise RecipeError(
-            "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
-        )
     fewest = objective is Objective.devices
+    alone = {"--top": top, "--explain": explain, "--limits": limits, "--full": full, "--html": html}
+    alone |= {"--snapshot": snapshot}
+    training = {"--for": objective, "--within": within, "--model": model, "--world": world}
+    serving = {"--context": context, "--prompt": prompt, "--batch": batch, "--precision": precision}
+    if serve:
+        _refuse({**alone, **training, "--vs": versus or None}, "not with --serve", "leave --serve out")
+        sizes = ((precision or Dtype.fp32).value, context, prompt, batch or 8)
+        _serving().show(recipe, overrides or [], sizes, as_json)
+        return
+    _refuse(serving, "only with --serve", "shardwise plan MODEL --serve")
     read = partial(_read_recipe, recipe, _objective_of(objective, within), model, world)
     if versus:
-        if fewest or limits or explain or html or snapshot:
-            what = "--vs compares plans, and has no other output than --json"
-            raise RecipeError(what, where="command line", fix="plan each recipe alone for the rest")
+        _refuse(
+            {**alone, "--for devices": fewest},
+            "not with --vs",
+            "plan each recipe alone",
+        )
         _show_versus(list(recipes(recipe, overrides or (), versus, read)), as_json)
         return
     options = _Options(recipe.stem, fewest, within, as_json, top, explain, limits, full, html, snapshot)
     _show_plan(read(recipe, overrides or ()), options)
+
+
+def _refuse(options: Mapping[str, object], why: str, fix: str) -> None:
+    """Refuse options of another output, which would be ignored."""
+    if given := [option for option, value in options.items() if value is not None and value is not False]:
+        raise RecipeError(f"{', '.join(given)} {why}", where="command line", fix=fix)
 
 
 def _objective_of(objective: Objective | None, within: float | None) -> list[str]:

@@ -23,7 +23,7 @@ def more_room(error: OSError) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace the content of ``path``, in a new folder if need be. Raises ResourceError; the file is then unchanged."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.parent / f".{path.name}.{os.getpid()}"
     try:
         make_folder(path.parent)
         try:

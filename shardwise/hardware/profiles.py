@@ -45,7 +45,9 @@ _NAME_LISTS = ("short_names", "reported")
 _ATTENTION = "attention"
 ATTENTION_BACKENDS = ("cudnn", "flash", "flash3", "flash4", "efficient")
 """What ``attention`` may list, the preferred one first. Files that do not have it mean the second and the last."""
-_LARGEST = 1e12
+_SMALLEST, _LARGEST = 1e-12, 1e12
+_MOST_DEVICES = 10**6
+"""Of a node."""
 _RATE_KEYS = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "disk_bandwidth")
 _EFFICIENCIES = tuple(Efficiency.__dataclass_fields__)
 _OVERHEADS = ("context", "communicator", "workspace")
@@ -112,7 +114,7 @@ def read_profile(path: Path) -> tuple[DeviceProfile, tuple[str, ...]]:
         ValueError: for a file that cannot be read, or a missing, unknown or malformed key. It names file and key.
     """
     try:
-        tables = _completed(tomllib.loads(path.read_text(encoding="utf-8")))
+        tables = _completed(tomllib.loads(path.read_text(encoding="utf-8-sig")))
         words = {key: tables.pop(key) for key in (*_CHOICES, "node_devices", *_NAME_LISTS)}
         words[_ATTENTION] = tables.pop(_ATTENTION, ["flash", "efficient"])
         _check_words(words)
@@ -124,6 +126,8 @@ def read_profile(path: Path) -> tuple[DeviceProfile, tuple[str, ...]]:
         raise ValueError(f"{path}: {missing(str(path))}") from None
     except OSError as problem:
         raise ValueError(f"{path}: {problem.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: lists or tables are nested too deep") from None
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from problem
 
@@ -160,8 +164,10 @@ def _check_words(words: Mapping[str, Any]) -> None:
         if words[key] not in choices:
             raise ValueError(f"{key} must be one of {', '.join(choices)}, found {words[key]!r}")
     devices = words["node_devices"]
-    if type(devices) is not int or devices < 1:
-        raise ValueError(f"node_devices must be a whole number above 0, found {devices!r}")
+    if type(devices) is not int or not 1 <= devices <= _MOST_DEVICES:
+        raise ValueError(
+            f"node_devices must be a whole number from 1 to {_MOST_DEVICES}, found {devices!r:.40}"
+        )
     if words["topology"] == "mesh" and devices == 1:
         raise ValueError("node_devices must be at least 2 in a mesh, whose links it divides, found 1")
     for key in _NAME_LISTS:
@@ -192,6 +198,8 @@ def _flattened(tables: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]
                 raise ValueError(f"{name}.{key} must be a positive number, found {value!r}")
             if value > (most := 1 if key.endswith("fraction") else _LARGEST):
                 raise ValueError(f"{name}.{key} must be at most {most:g}, found {value!r:.40}")
+            if value < _SMALLEST:
+                raise ValueError(f"{name}.{key} must be at least {_SMALLEST:g}, found {value!r}")
             numbers[f"{name}.{key}"] = value
     return numbers, sources
 

@@ -57,6 +57,8 @@ CASES: tuple[tuple[list[str], int, str], ...] = (
     (["train", "{recipe}"], 2, "--out"),
     (["train", "{recipe}", "--out"], 2, "--out"),
     (["train", "{recipe}", "--out", ""], 2, "the name of the file or folder is empty"),
+    (["plan", "{recipe}", "--html", "."], 2, ". is a folder; name a file"),
+    (["plan", "{recipe}", "--html", "/"], 2, "/ is a folder; name a file"),
     (["export", "{folder}", ""], 2, "the name of the file or folder is empty"),
     (["merge", "{folder}", "{folder}", ""], 2, "the name of the file or folder is empty"),
     (["train", "{recipe}", "--out", "{recipe}"], 7, "{recipe}"),

@@ -70,8 +70,13 @@ def test_a_file_is_read_on_first_access(tmp_path: Path) -> None:
         ('kind = "cuda"', 'kind = "tpu"', "kind must be one of cuda, rocm, mps, found 'tpu'"),
         ('topology = "switch"', 'topology = "ring"', "topology must be one of switch, mesh, host"),
         ("node_devices = 8\n", "", "node_devices is missing"),
-        ("node_devices = 8", "node_devices = 0", "node_devices must be a whole number above 0, found 0"),
-        ("node_devices = 8", "node_devices = true", "node_devices must be a whole number above 0"),
+        (
+            "node_devices = 8",
+            "node_devices = 0",
+            "node_devices must be a whole number from 1 to 1000000, found 0",
+        ),
+        ("node_devices = 8", "node_devices = true", "node_devices must be a whole number from 1"),
+        ("node_devices = 8", f"node_devices = 1{'0' * 400}", "node_devices must be a whole number from 1"),
         (
             'topology = "switch"  # switch | mesh | host\nnode_devices = 8',
             'topology = "mesh"\nnode_devices = 1',
@@ -80,6 +85,8 @@ def test_a_file_is_read_on_first_access(tmp_path: Path) -> None:
         ('["h100"]', '"h100"', "short_names must be a list of names, found 'h100'"),
         ("gib = 79.10", "gib = 1e300", r"memory\.gib must be at most 1e\+12, found 1e\+300"),
         ("gib = 79.10", f"gib = 1{'0' * 400}", r"memory\.gib must be at most 1e\+12"),
+        ("gib = 79.10", "gib = 5e-324", r"memory\.gib must be at least 1e-12, found 5e-324"),
+        ("gib = 79.10", "gib = " + "[" * 5000 + "]" * 5000, "lists or tables are nested too deep"),
         ("fraction = 0.65", "fraction = 65", r"efficiency\.matmul\.fraction must be at most 1, found 65"),
         ("fp32_tera_per_s = 67\n", "", r"flops\.fp32_tera_per_s is missing"),
         ("[efficiency.link]", "[overhead.disk]", r"overhead\.disk is unknown"),
@@ -126,6 +133,12 @@ cluster:
   device: cards/my-card.toml
   devices_per_node: 8
 """
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "my-card.toml"
+    path.write_text(OWN, encoding="utf-8-sig")
+    assert read_own_profile(path).name == "my-card.toml"
 
 
 def test_a_file_that_is_like_a_device_says_only_what_differs(tmp_path: Path) -> None:

@@ -21,12 +21,22 @@ if TYPE_CHECKING:
     from shardwise.plugins.explain.model_state import CountedState
 
 
+_TOKENS_OF_ZERO = 128
+"""Of the dry runs of ZeRO, whose states do not depend on them."""
+
+
 class Subject(StrEnum):
     """The subject of an explanation."""
 
     zero = "zero"
     memory = "memory"
     checkpointing = "checkpointing"
+
+
+RanksOption = Annotated[
+    str | None,
+    typer.Option(help="numbers of ranks, for zero; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
+]
 
 
 def command(
@@ -38,13 +48,11 @@ def command(
         ),
     ],
     model: Annotated[str | None, typer.Argument(help="preset, folder or Hub id", metavar="MODEL")] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(help="numbers of ranks, for zero; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
-    ] = None,
+    ranks: RanksOption = None,
     tokens: Annotated[
-        int, typer.Option(help="tokens of a sequence, for memory and checkpointing", min=1)
-    ] = 2048,
+        int | None,
+        typer.Option(help="tokens of a sequence, for memory and checkpointing; default: 2,048", min=1),
+    ] = None,
     depth: Annotated[
         int | None,
         typer.Option(help="blocks, for checkpointing; default: the model's, or 16", min=2, max=512),
@@ -60,6 +68,9 @@ def command(
 
     _require_of(subject, Subject.zero, **{"--ranks": ranks})
     _require_of(subject, Subject.checkpointing, **{"--depth": depth, "--png": png})
+    if subject is Subject.zero:
+        _require_of(subject, Subject.memory, **{"--tokens": tokens})
+    tokens = tokens or (_TOKENS_OF_ZERO if subject is Subject.zero else 2048)
     if subject is Subject.checkpointing:
         _explain_checkpointing(model, depth, tokens, png, as_json)
         return
@@ -77,7 +88,6 @@ def command(
     cells = [(0, 1)]
     if subject is Subject.zero:
         cells = [(0, numbers[-1]), *((stage, number) for stage in (1, 2, 3) for number in numbers)]
-        tokens = min(tokens, 128)
     shape, tokens = PRESETS.get(model), tokens_within(model, tokens)
     parameters = parameter_count(model)
     states = _with_progress(counted_states, model, cells, tokens)
@@ -133,7 +143,7 @@ def _rank_counts(text: str | None) -> list[int]:
     if text is None:
         return list(RANKS)
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) <= 10**6 for part in parts):
+    if not all(part.isdecimal() and len(part) < 8 and 0 < int(part) <= 10**6 for part in parts):
         raise RecipeError(f"{text!r} is no list of numbers", where="--ranks", fix="write --ranks 1,8,64")
     return sorted({int(part) for part in parts})
 

@@ -210,7 +210,7 @@ def _replace_world(draft: Draft, world: str) -> None:
     """The devices of the command line instead of the file's."""
     for name in ("world", "devices_per_node", "nodes"):
         draft.replace(name, f"--world {world}")
-    if world.isdigit():
+    if world.isdecimal():
         draft.take("@world", int(world), "--world")
         return
     from shardwise.hardware.cluster import parse_preset
@@ -242,7 +242,7 @@ def _fill_required(draft: Draft, world: str | None) -> None:
     if draft.sources["data.sequence_length"] == [ASSUMED]:
         context = PRESETS[preset].context if preset else _context_of(name)
         draft.values["data.sequence_length"] = min(2048, context or 2048)
-    if world is not None and not world.isdigit():
+    if world is not None and not world.isdecimal():
         for key in ("cluster.device", "cluster.nodes", "cluster.devices_per_node"):
             draft.values.pop(key, None)
         draft.values["cluster.preset"], draft.sources["cluster.preset"] = world, ["--world"]

@@ -178,7 +178,7 @@ def _checkpointing_facts(draft: Draft) -> None:
         draft.put(key, "full", "deepspeed_checkpointing")
         draft.put("strategy.offload", "activations", "deepspeed_checkpointing")
     mode, option = draft.facts.get("selective"), str(draft.facts.get("selective_option", "op"))
-    if mode and option.isdigit() and int(option) > 1:
+    if mode and option.isdecimal() and int(option) > 1:
         draft.put(key, f"every:{option}", "selective", "selective_option")
     elif mode:
         draft.put(key, "full" if option == "1" else "selective", "selective", "selective_option")

@@ -8,7 +8,7 @@ whose loss a table or a ratio predicts. ``shardwise fit`` writes a parametric fi
 from __future__ import annotations
 
 import json
-import math
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def read_law(name: str) -> Law:
     try:
         values = tomllib.loads(read_text(path))
         return _law_from(path.stem if path is known else name, values)
-    except (KeyError, TypeError, ValueError) as fault:
+    except (KeyError, TypeError, ValueError, RecursionError) as fault:
         why = f"{fault.args[0]} is missing" if isinstance(fault, KeyError) else str(fault)
         raise RecipeError(
             f"{path.name} is not a law file", where=str(path), why=why, fix="write one with shardwise fit"
@@ -100,7 +100,7 @@ def _law_from(name: str, values: Mapping[str, Any]) -> Law:
 def _parametric_law(name: str, values: Mapping[str, Any]) -> ParametricLaw:
     fitted = _fitted_range(values["range"]) if "range" in values else None
     numbers = {key: _positive(values["coefficients"][key], key) for key in COEFFICIENTS}
-    intervals = {key: _low_and_high(pair, key) for key, pair in values.get("intervals", {}).items()}
+    intervals = {key: _low_and_high(pair, key) for key, pair in dict(values.get("intervals", {})).items()}
     return ParametricLaw(name, str(values["source"]), **numbers, fitted=fitted, intervals=intervals)
 
 
@@ -141,6 +141,6 @@ def _low_and_high(value: Any, key: str) -> tuple[float, float]:
 
 
 def _positive(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} must be a positive number, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{key} must be a positive number, found {value!r:.40}")
     return float(value)

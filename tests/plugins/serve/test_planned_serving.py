@@ -121,7 +121,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--serve", "--context", "65"], 2, "context has 64 tokens"),
         (["--serve", "--context", "8", "--prompt", "8"], 2, "no room for an answer"),
-        (["--context", "8"], 2, "--context and --prompt need --serve"),
+        (["--context", "8"], 2, "--context only with --serve"),
+        (["--batch", "4", "--precision", "bf16"], 2, "--batch, --precision only with --serve"),
+        (
+            ["--serve", "--limits", "--html", "x.html", "--for", "devices"],
+            2,
+            "--limits, --html, --for not with",
+        ),
+        (["--serve", "--within", "0", "--vs", "steps=5"], 2, "--within, --vs not with --serve"),
         (["--serve", "cluster.memory_gib=0.001"], 7, "does not fit"),
     ],
 )
