@@ -136,7 +136,8 @@ class GuardVerdict:
 def judge(spec: GuardSpec, memory: GuardState, seen: Seen) -> tuple[GuardState, GuardVerdict]:
     """The guard's memory after a step, and its verdict."""
     if seen.overflow:
-        return memory, GuardVerdict(event="overflow")
+        memory, verdict = _burst_over(memory, seen)
+        return memory, replace(verdict, event="overflow")
     if seen.skipped or not (math.isfinite(seen.loss) and math.isfinite(seen.norm)):
         return _not_finite(spec, memory, seen)
     memory = replace(memory, skips=0)
@@ -161,7 +162,8 @@ def _not_finite(spec: GuardSpec, memory: GuardState, seen: Seen) -> tuple[GuardS
     first = seen.index if burst is None else burst.first
     if event == "torn":
         return memory, GuardVerdict(GuardAction.REWIND, event, first, seen.index)
-    return memory, GuardVerdict(event=event)
+    memory, verdict = _burst_over(memory, seen)
+    return memory, replace(verdict, event=event)
 
 
 def _heights(spec: GuardSpec, memory: GuardState, seen: Seen) -> dict[str, float]:

@@ -100,6 +100,24 @@ def test_a_spike_at_the_very_end_is_not_left_in() -> None:
     assert verdict.action is GuardAction.REWIND and (verdict.first, verdict.last) == (40, 40)
 
 
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_spike_is_not_left_in_where_skipped_steps_end_the_run(overflow: bool) -> None:
+    memory = GuardState()
+    for index, (loss, norm) in enumerate(put(noise(43), 40, (9.0, 1.0), (3.0, NAN))[:42]):
+        skipped = math.isnan(norm)
+        memory, verdict = judge(
+            SPEC, memory, Seen(index, loss, norm, skipped, overflow and skipped, final=index == 41)
+        )
+    assert verdict.action is GuardAction.REWIND and verdict.first == 40
+
+
+def test_skipped_steps_do_not_put_a_rewind_off_for_good() -> None:
+    spec = GuardSpec(skips=100)
+    steps = put(noise(140), 70, (9.0, 1.0), *[(NAN, NAN)] * 60)
+    first = next(i for i, (_, v) in enumerate(verdicts(steps, spec=spec)) if v.action is GuardAction.REWIND)
+    assert first == 70 + LONGEST_SPIKE - 1
+
+
 def test_nothing_is_a_spike_before_the_window_is_full() -> None:
     assert events(put(noise(60), SPEC.window - 1, (50.0, 1e6))) == {}
     assert events(put(noise(60), SPEC.window, (50.0, 1e6))) == {SPEC.window: "spike"}

@@ -172,8 +172,16 @@ def inspect(folder: Path) -> Facts:
         driver=driver_present(),
         calibrated=machine.read_calibration() is not None,
         packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
-        load=os.getloadavg()[0] / (os.cpu_count() or 1),
+        load=_load(),
     )
+
+
+def _load() -> float:
+    """Processes that ran or waited in the last minute, per core; 0 where the system does not tell."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return 0.0
 
 
 def loopback_problem(host: str, timeout: float = 2.0) -> str:
@@ -190,7 +198,7 @@ def loopback_problem(host: str, timeout: float = 2.0) -> str:
                 received = client.recv(1)
             answer.join(timeout)
         return "" if received == b"." else "connected, but nothing came through"
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:
         return str(problem) or type(problem).__name__
 
 
@@ -270,6 +278,8 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+    except Exception:  # damaged metadata raises anything
+        return "of an unknown version"
 
 
 def _torch() -> Torch:

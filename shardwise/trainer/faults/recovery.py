@@ -131,7 +131,12 @@ class Recovery:
         exhausted = state.rewinds >= self._spec.rewinds
         back = None if exhausted else self._restored(verdict.first)
         if exhausted and self._can_go_back(verdict.first):
-            why = f"another {verdict.event or 'spike'} after {state.rewinds} rewinds"
+            event = verdict.event or "spike"
+            why = (
+                f"another {event} after {state.rewinds} rewinds"
+                if state.rewinds
+                else f"{event}, and guard.rewinds is 0"
+            )
             self._give_up(state, index, why, finite=verdict.event != "torn")
         if back is None:
             self.log("no way back", index, [])
