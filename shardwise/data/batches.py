@@ -158,7 +158,7 @@ class Data:
         batches = []
         for micro_batch in slots:
             indices = [None if slot is None else samples[slot] for slot in micro_batch]
-            rows = samples_of(dataset, indices)
+            rows = dataset.rows(indices, [(*step, slot) for slot in micro_batch])
             if self._masking is not None:
                 pairs = zip(rows, micro_batch, strict=True)
                 rows = [self._masking.masked(row, step, slot) for row, slot in pairs]
@@ -192,12 +192,7 @@ def deal(filled: int, rank: int, degree: int, micro_batch_size: int) -> list[lis
 
 def batch_of(dataset: Dataset, indices: Sequence[int | None]) -> Batch:
     """The samples of a dataset stacked along a new first dimension; None is a padding row."""
-    return collate(dataset, indices, samples_of(dataset, indices))
-
-
-def samples_of(dataset: Dataset, indices: Sequence[int | None]) -> list[Sample]:
-    """The samples, and a padding row for None."""
-    return [dataset.padding() if index is None else dataset.sample(index) for index in indices]
+    return collate(dataset, indices, dataset.rows(indices))
 
 
 def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Sample]) -> Batch:

@@ -59,6 +59,14 @@ class Dataset(ABC):
         another row, and a batch of nothing else has a loss of zero (``model/factory.py``).
         """
 
+    def rows(self, indices: Sequence[int | None], keys: Sequence[object] = ()) -> list[Sample]:
+        """The samples, and a padding row for None.
+
+        Args:
+            keys: of each row; what a user's code draws at random for a sample follows from its key.
+        """
+        return [self.padding() if index is None else self.sample(index) for index in indices]
+
     @abstractmethod
     def text(self, index: int) -> str:
         """Sample `index` as readable text."""

@@ -3,14 +3,21 @@
 What a user's loss would ignore is not known. So a micro-batch without enough items is shorter. One without any item
 repeats item 0, because every rank takes part in the collectives of every pass; it has the key PADDING, and its loss
 counts as zero (``model/factory.py``).
+
+What an item draws from Python's, NumPy's or torch's generator, such as an augmentation, follows from (side, seed, step,
+slot) alone: it is the same after a resume, on another number of ranks, and with another micro-batch size.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 from collections.abc import Sequence, Sized
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.utils import data as torch_data
@@ -19,6 +26,7 @@ from shardwise.core.errors import DataError
 from shardwise.data.cache_header import json_hash
 from shardwise.data.dataset import Dataset, Sample, Splits
 from shardwise.model.blueprint import PADDING, Batch
+from shardwise.runtime.generators import generators_kept
 
 
 class OwnDataset(Dataset):
@@ -53,6 +61,14 @@ class OwnDataset(Dataset):
     def padding(self) -> Sample:
         return {**_item(self._dataset, 0), PADDING: torch.ones((), dtype=torch.bool)}
 
+    def rows(self, indices: Sequence[int | None], keys: Sequence[object] = ()) -> list[Sample]:
+        rows: list[Sample] = []
+        with generators_kept():
+            for index, key in zip_longest(indices, keys):
+                _seed(key)
+                rows.append(self.padding() if index is None else self.sample(index))
+        return rows
+
     def where(self, indices: Sequence[int]) -> str:
         return f"dataset items {', '.join(str(self._index(index)) for index in indices)}"
 
@@ -79,8 +95,11 @@ def open_dataset(dataset: torch_data.Dataset[Any], fraction: float) -> Splits[Ow
     if not (count := len(dataset)):
         raise DataError("empty dataset", where=type(dataset).__name__, fix="check the factory")
     held_out = min(max(1, round(fraction * count)), count - 1) if fraction else 0
-    sides = OwnDataset(dataset, 0, count - held_out), OwnDataset(dataset, count - held_out, held_out)
-    return Splits(*sides, json_hash([_content_hash(dataset, count), held_out]))
+    with generators_kept():
+        _seed("content")
+        content = _content_hash(dataset, count)
+        sides = OwnDataset(dataset, 0, count - held_out), OwnDataset(dataset, count - held_out, held_out)
+    return Splits(*sides, json_hash([content, held_out]))
 
 
 def _item(dataset: torch_data.Dataset[Any], index: int) -> Batch:
@@ -121,3 +140,14 @@ def _content_hash(dataset: torch_data.Dataset[Any], count: int) -> str:
             digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _seed(key: object) -> None:
+    """Seed the generators that a dataset may draw from."""
+    value = int.from_bytes(
+        hashlib.blake2b(f"shardwise item {key}".encode(), digest_size=8).digest(), "little"
+    )
+    random.seed(value)
+    np.random.seed(value % 2**32)  # NumPy takes 32 bits
+    # ``torch.manual_seed`` would seed the accelerators, too, from which the model draws.
+    torch.default_generator.manual_seed(value)

@@ -11,9 +11,11 @@ from shardwise.core import heartbeat
 from shardwise.core.errors import RecipeError
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import share_buffers
+from shardwise.engine.seeding import seed_step
 from shardwise.engine.train_state import Best
 from shardwise.model.blueprint import Batch
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.generators import generators_kept
 from shardwise.trainer.predictions import Predictions
 
 
@@ -21,14 +23,18 @@ from shardwise.trainer.predictions import Predictions
 def evaluate(run: Run, batches: Sequence[Batch], predictions: Predictions | None = None) -> float:
     """Mean loss per valid target over the batches of all data-parallel ranks, in nats. NaN without targets.
 
+    A model that draws random numbers draws the same ones in every evaluation.
+
     Args:
         predictions: collects what the model returns.
     """
     share_buffers(run)
     run.model.eval()
-    total = run.passes.evaluate(_Marked(batches, predictions))
-    while run.exceeded():
+    with generators_kept(run.device):
+        seed_step(0, 0, run.random_rank)
         total = run.passes.evaluate(_Marked(batches, predictions))
+        while run.exceeded():
+            total = run.passes.evaluate(_Marked(batches, predictions))
     run.model.train()
     loss_sum, targets = total.tolist()
     return loss_sum / targets if targets else math.nan

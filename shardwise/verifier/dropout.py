@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shardwise.engine.seeding import seed_step
 from shardwise.model.blueprint import Batch, LossSum
 from shardwise.recipe.sections import Recipe
 
@@ -39,10 +40,10 @@ def drop_nothing(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def draws_random_numbers(loss: Callable[[nn.Module, Batch], LossSum], model: nn.Module, batch: Batch) -> bool:
-    """Whether the loss of a batch depends on the state of the random number generator."""
+    """Whether the loss of a batch depends on the state of random number generators."""
     losses = []
-    for seed in range(3):
-        torch.manual_seed(seed)
+    for step in range(3):
+        seed_step(0, step, 0)
         with kept_buffers(model):
             losses.append(loss(model, batch)[0].item())
     return len(set(losses)) > 1
@@ -56,7 +57,7 @@ def reads_changed_buffers(
     losses = []
     with kept_buffers(model):
         for _ in range(2):
-            torch.manual_seed(0)
+            seed_step(0, 0, 0)
             losses.append(loss(model, batch)[0].item())
     return len(set(losses)) > 1
 

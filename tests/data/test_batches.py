@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -196,6 +198,39 @@ def test_a_rank_without_items_repeats_item_0_and_says_so(opened: Opener) -> None
     assert PADDING not in data.micro_batches(0, 0, 2, 2)[0]
 
 
+def draws(_: int = 0) -> Tensor:
+    """One number of each generator that an augmentation may draw from."""
+    return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])
+
+
+def test_augmentations_are_the_same_in_any_world_and_after_a_resume(opened: Opener) -> None:
+    def of_step(step: int, degree: int = 1, size: int = 8) -> dict[int, tuple[float, ...]]:
+        data = opened(dataset=Points(40, x=draws), batch_size=8)
+        batches = [batch for rank in range(degree) for batch in data.micro_batches(step, rank, degree, size)]
+        return {
+            int(label): tuple(x.tolist())
+            for batch in batches
+            if PADDING not in batch
+            for label, x in zip(batch["label"], batch["x"], strict=True)
+        }
+
+    first = of_step(0)
+    assert len(set(first.values())) == 8 and len({value for x in first.values() for value in x}) == 24
+    assert all(of_step(0, degree, size) == first for degree, size in [(2, 4), (4, 1), (2, 3)])
+    later = of_step(5)  # the next epoch has the same items
+    assert later.keys() & first.keys() and not set(later.values()) & set(first.values())
+
+
+def test_reading_an_item_leaves_the_generators_of_the_model_alone(opened: Opener) -> None:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = draws()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    opened(dataset=Points(40, x=draws), batch_size=8).micro_batches(0, 0, 1, 8)
+    assert torch.equal(draws(), expected)
+
+
 def test_the_fingerprint_of_a_dataset(opened: Opener) -> None:
     def of(dataset: Points) -> str:
         return opened(dataset=dataset).fingerprint
@@ -208,6 +243,7 @@ def test_the_fingerprint_of_a_dataset(opened: Opener) -> None:
     ]
     assert len({of(dataset) for dataset in different}) == 4
     assert of(Points(40)) == of(Points(40))
+    assert of(Points(40, x=draws)) == of(Points(40, x=draws))
     shares = [opened(dataset=Points(40), held_out=share).fingerprint for share in (0.0, 0.1, 0.2)]
     assert len(set(shares)) == 3  # which items are trained on
     assert of(Points(40, x=lambda i: torch.randn(3, generator=torch.Generator().manual_seed(0)).bfloat16()))
