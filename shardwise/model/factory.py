@@ -222,11 +222,14 @@ class FactoryModel(Blueprint):
                 why="it has no gradient",
                 fix="compute it from the module's result, without .detach() or .item(), also for no targets",
             )
-        if is_half(total.dtype):
+        if is_half(total.dtype) or total.is_complex():
+            real = not total.is_complex()
             raise self._error(
                 f"the loss is summed in {str(total.dtype).removeprefix('torch.')}",
-                why="a sum over many targets needs more digits",
-                fix="call the module itself, whose results are in fp32, or sum with .float()",
+                why="a sum over many targets needs more digits" if real else "a loss is a real number",
+                fix="call the module itself, whose results are in fp32, or sum with .float()"
+                if real
+                else "sum squares of .abs(), or .real",
             )
         if not isinstance(count, Tensor):
             return total, torch.full((), count, dtype=torch.int64, device=total.device)

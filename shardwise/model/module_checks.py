@@ -16,6 +16,13 @@ def require_kept(module: nn.Module) -> None:
             where = f"module: {path or type(part).__name__}"
             fix = "give the module that it was made of, and compile with strategy.compile: block"
             raise RecipeError("TorchScript modules cannot be sharded", where=where, fix=fix)
+        if isinstance(part, nn.SyncBatchNorm):
+            raise RecipeError(
+                "SyncBatchNorm cannot be planned",
+                where=f"module: {path or type(part).__name__}",
+                why="it runs on accelerators only, and a plan on the host",
+                fix="use GroupNorm, or BatchNorm, which normalizes each micro-batch",
+            )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise RecipeError(

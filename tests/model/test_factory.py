@@ -177,6 +177,10 @@ def half():
     return Classifier(10, 2), lambda model, batch: (loss(model, batch)[0].bfloat16(), 4), Spirals
 
 
+def complex_sum():
+    return Classifier(10, 2), lambda model, batch: (loss(model, batch)[0] * 1j, 4), Spirals
+
+
 def number():
     return Classifier(10, 2), lambda model, batch: (loss(model, batch)[0], len(batch["labels"])), Spirals
 
@@ -374,6 +378,12 @@ def test_a_key_that_the_batch_lacks_is_told_in_a_line(make: Any, whole: Any) -> 
 def test_a_loss_of_few_digits_is_refused(make: Any, whole: Any) -> None:
     blueprint = make("half")
     with pytest.raises(RecipeError, match=r"summed in bfloat16 .*more digits; .*\.float\(\)"):
+        blueprint.loss(whole(blueprint), batch_of(blueprint))
+
+
+def test_a_complex_loss_is_refused(make: Any, whole: Any) -> None:
+    blueprint = make("complex_sum")
+    with pytest.raises(RecipeError, match=r"summed in complex64 .*a real number; sum squares"):
         blueprint.loss(whole(blueprint), batch_of(blueprint))
 
 

@@ -468,6 +468,12 @@ def test_a_scripted_module_is_refused(path: str, named: str, tmp_path: Path) -> 
         GivenModel(model if path else scripted, loss, points(), tmp_path)
 
 
+def test_sync_batch_norm_is_refused(tmp_path: Path) -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    with pytest.raises(RecipeError, match=r"SyncBatchNorm cannot be planned \(module: 1\)"):
+        GivenModel(model, loss, points(), tmp_path)
+
+
 def test_hooks_of_parameters_are_refused(tmp_path: Path) -> None:
     model = made(Net)
     model.leave.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))

@@ -42,16 +42,33 @@ def find_budget(
         ResourceError: no size fits the cluster.
     """
 
+    per_step = recipe.batch_size * recipe.data.sequence_length
+    if limit.kind == "tokens":
+        _steps(limit.amount, per_step)
+
     def planned(dimensions: Dimensions, tokens: float) -> Plan:
         size = f"{dimensions.layers} layers of width {dimensions.width:,}"
         progress(f"planning {size}")
         # What costs seconds once, such as compiling, pays in a run of this length or does not.
-        steps = max(1, round(tokens / (recipe.batch_size * recipe.data.sequence_length)))
+        steps = max(1, round(tokens / per_step))
         return make_plan(of_size(recipe, dimensions).model_copy(update={"steps": steps}), cluster)
 
     rate = _UTILISATION * cluster.world_size * cluster.device.peak_flops("bf16")
     search = BudgetSearch(family_sizes(family_of(recipe.model)), limit, law, planned, rate)
     return search.best(served)
+
+
+def _steps(tokens: float, per_step: int) -> int:
+    """The steps of a run. Raises RecipeError for more than a recipe may have."""
+    steps = max(1, round(tokens / per_step))
+    if steps > MOST_STEPS:
+        raise RecipeError(
+            f"the run would take {steps:,.5g} steps, of {MOST_STEPS:,} at most",
+            where="batch_size",
+            why=f"a step has {per_step:,} tokens",
+            fix="raise batch_size, or lower the budget",
+        )
+    return steps
 
 
 def of_size(recipe: Recipe, dimensions: Dimensions) -> Recipe:
@@ -88,14 +105,7 @@ def to_train(recipe: Recipe, budget: BudgetChoice) -> Recipe:
     Raises:
         RecipeError: it would take more steps than a recipe may have.
     """
-    steps = max(1, round(budget.best.tokens / budget.plan.step.tokens))
-    if steps > MOST_STEPS:
-        raise RecipeError(
-            f"the run would take {steps:,} steps, of {MOST_STEPS:,} at most",
-            where="batch_size",
-            why=f"a step has {budget.plan.step.tokens:,} tokens",
-            fix="raise batch_size, or lower the budget",
-        )
+    steps = _steps(budget.best.tokens, budget.plan.step.tokens)
     schedule = recipe.schedule
     for key in ("warmup", "decay"):
         length = getattr(schedule, key)

@@ -93,6 +93,7 @@ def test_the_written_recipe_trains(
         (["--hours", "1", "--law", "kaplan"], "unknown law 'kaplan' (command line: law)"),
         (["--hours", "1", "--law", "."], "unknown law '.'"),
         (["--tokens", "1e15"], "steps, of 1,000,000,000 at most (batch_size)"),
+        (["--tokens", "1e300"], "e+298 steps, of 1,000,000,000 at most (batch_size)"),
         (["--hours", "0"], "greater than or equal to 0.000001"),
         (["--flops", "inf"], "a budget must be finite"),
         (["--tokens", "9", "--serve-tokens", "inf"], "a budget must be finite"),
