@@ -103,12 +103,15 @@ class StepLine:
     def plain(self, metrics: StepRecord) -> str:
         """The line without a terminal."""
         figures = {"step": f"step {metrics.step}/{self._steps}", **figures_of(metrics, self._units)}
-        figures["left"] = f"{self.left:,.0f} s left"
+        figures["left"] = self._left()
         measures = _measures_last_first(figures)
         for name in ["peak", *measures] if measures else []:
             if len("  ".join(figures.values())) > PLAIN_WIDTH:
                 del figures[name]
         return "  ".join(figures.values())
+
+    def _left(self) -> str:
+        return f"{f'{self.left:.0f} s' if self.left < 59.5 else format_seconds(self.left)} left"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         done = self._resumed if self._metrics is None else self._metrics.step
@@ -132,7 +135,7 @@ class StepLine:
     def _figures(self, metrics: StepRecord) -> Iterator[tuple[str, str]]:
         yield from figures_of(metrics, self._units).items()
         if metrics.step < self._steps:
-            yield "left", f"{f'{self.left:.0f} s' if self.left < 59.5 else format_seconds(self.left)} left"
+            yield "left", self._left()
 
 
 def _drop_order(figures: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import RecipeError
+from shardwise.plugins.importers.foreign import line_of
 
 ASSUMED = "assumed"
 """The source of a value that no file says."""
@@ -130,9 +131,12 @@ class Draft:
         return any(not key.endswith(DEFAULT_MARK) for key in self.keys.get(name, ()))
 
     def origin(self, name: str) -> str:
-        """The file and the key that a fact is from, for an error."""
+        """The file, its line where it is known, and the key that a fact is from, for an error."""
         key = self.keys[name][0]
-        return key if ": " in key else f"{self.path.name}: {key}"
+        if ": " in key:
+            return key
+        line = line_of(self.path, key)
+        return f"{self.path.name}: {key}" if line is None else f"{self.path.name}:{line}: {key}"
 
     def share_a_file(self, one: str, other: str) -> bool:
         """Whether two facts are from the same file, or section of one."""

@@ -69,6 +69,26 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return section
 
 
+def line_of(path: Path, key: str) -> int | None:
+    """The line, from 1, in which a YAML or JSON file has a key, ``a.b`` or ``a[0].b``; None if it is not known."""
+    try:
+        node = YAML(pure=True).compose(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, YAMLError):
+        return None
+    line = None
+    for name, position in re.findall(r"([^.\[\]]+)|\[(\d+)\]", key):
+        inner = getattr(node, "value", None)
+        if not isinstance(inner, list):
+            return None
+        if position:
+            node = inner[int(position)] if int(position) < len(inner) else None
+        else:
+            pairs = (pair for pair in inner if isinstance(pair, tuple) and pair[0].value == name)
+            named, node = next(pairs, (None, None))
+            line = None if named is None else named.start_mark.line + 1
+    return line
+
+
 def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str, Any]]:
     """(key, key with its list positions, value) of every value that is no section: ``a[].b``, ``a[0].b``."""
     yield from _leaves(values, parent, parent)

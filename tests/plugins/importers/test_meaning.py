@@ -214,7 +214,7 @@ def test_a_size_that_is_no_whole_number_is_refused_with_its_file_and_key(
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         convert(tmp_path, {"t.json": TRAINER | {key: size}})
-    assert (caught.value.what, caught.value.where) == (f"{key} is no whole number from 1", f"t.json: {key}")
+    assert (caught.value.what, caught.value.where) == (f"{key} is no whole number from 1", f"t.json:1: {key}")
 
 
 def test_a_key_of_json_that_comes_twice_is_refused(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_file_of_llama_factory_that_trains_nothing_is_refused(
     content = {"model_name_or_path": "m", "template": "qwen3", **asked}
     with pytest.raises(RecipeError, match="this file trains nothing") as caught:
         convert(tmp_path, {"lf.yaml": content})
-    assert caught.value.where == f"lf.yaml: {next(iter(asked))}"
+    assert caught.value.where == f"lf.yaml:1: {next(iter(asked))}"
     made = convert(tmp_path, {"lf.yaml": content | {"do_train": True, "stage": "sft"}})
     assert [each.key for each in made.of("no equivalent")] == [
         "template",
