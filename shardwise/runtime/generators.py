@@ -14,12 +14,15 @@ from shardwise.hardware.kinds import kind_of
 
 @contextmanager
 def generators_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Leave the generators, also torch's of a device, as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [] if device is None or kind_of(device).is_host else [device]
+    """Leave the generators, also torch's of the current device of this kind, as they were."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    own = None if device is None or kind_of(device).is_host else torch.get_device_module(device)
+    on_device = None if own is None else own.get_rng_state()
     try:
-        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if own is not None:
+            own.set_rng_state(on_device)
