@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from shardwise.cli.common import local_path, recipe_file
+from shardwise.cli.common import local_file, local_path, recipe_file
 from shardwise.cli.main import app, run
 from tests.harness.commands import Done, Shell
 from tests.harness.pool import Pool
@@ -31,7 +31,7 @@ ROUNDED = ("--scheme", "w8a16", "--method", "rtn", "--sequences", "1")
 
 
 def test_every_path_of_a_command_is_read_by_one_function() -> None:
-    """Names that may be ids (MODEL, DATA), NAME=DIR and OUT of launch are read by it in the command."""
+    """Names that may be ids (MODEL, DATA), NAME=DIR and OUT of launch are read by it in the command; ``local_file`` is it."""
     readers = []
     for registered in app.registered_commands:
         assert registered.callback is not None
@@ -40,7 +40,7 @@ def test_every_path_of_a_command_is_read_by_one_function() -> None:
             if Path in kinds:
                 (option,) = hint.__metadata__
                 readers.append(option.parser)
-    assert set(readers) == {local_path, recipe_file} and len(readers) > 30
+    assert set(readers) == {local_path, local_file, recipe_file} and len(readers) > 30
 
 
 @pytest.fixture(scope="module")
