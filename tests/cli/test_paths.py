@@ -31,7 +31,7 @@ ROUNDED = ("--scheme", "w8a16", "--method", "rtn", "--sequences", "1")
 
 
 def test_every_path_of_a_command_is_read_by_one_function() -> None:
-    """Names that may be ids (MODEL, DATA), NAME=DIR and OUT of launch are read by it in the command; ``local_file`` is it."""
+    """``local_file`` calls it. Names that may be ids (MODEL, DATA), NAME=DIR and OUT of launch are read by it later."""
     readers = []
     for registered in app.registered_commands:
         assert registered.callback is not None
