@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardwise.engine.optim.library import LibraryOptimizer, made_by
 from shardwise.engine.optim.stepping import SteppedOptimizer
 from shardwise.recipe.sections import OptimizerSpec
+from shardwise.runtime.generators import generators_kept
 from shardwise.runtime.torch_private import DispatchMode, tree_flatten, tree_iter, without_modes
 
 STEPS = 12
@@ -187,14 +188,12 @@ def _random_gradient(shape: torch.Size, chance: torch.Generator) -> Tensor:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Real tensors in a dry run too, one thread, and the generators of random numbers as before."""
-    before, before_numpy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with without_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with without_modes(), generators_kept(), torch.enable_grad():
         try:
             yield
         finally:
-            random.setstate(before)
-            np.random.set_state(before_numpy)
             torch.set_num_threads(threads)
 
 
