@@ -200,6 +200,8 @@ def _flattened(tables: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]
                 raise ValueError(f"{name}.{key} must be at most {most:g}, found {value!r:.40}")
             if value < _SMALLEST:
                 raise ValueError(f"{name}.{key} must be at least {_SMALLEST:g}, found {value!r}")
+            if key == "units" and value % 1:
+                raise ValueError(f"{name}.{key} must be a whole number, found {value!r}")
             numbers[f"{name}.{key}"] = value
     return numbers, sources
 

@@ -85,6 +85,7 @@ def test_a_file_is_read_on_first_access(tmp_path: Path) -> None:
         ('["h100"]', '"h100"', "short_names must be a list of names, found 'h100'"),
         ("gib = 79.10", "gib = 1e300", r"memory\.gib must be at most 1e\+12, found 1e\+300"),
         ("gib = 79.10", f"gib = 1{'0' * 400}", r"memory\.gib must be at most 1e\+12"),
+        ("units = 132", "units = 0.5", r"tiles\.units must be a whole number, found 0\.5"),
         ("gib = 79.10", "gib = 5e-324", r"memory\.gib must be at least 1e-12, found 5e-324"),
         ("gib = 79.10", "gib = " + "[" * 5000 + "]" * 5000, "lists or tables are nested too deep"),
         ("fraction = 0.65", "fraction = 65", r"efficiency\.matmul\.fraction must be at most 1, found 65"),
