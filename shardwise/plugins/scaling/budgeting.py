@@ -38,10 +38,9 @@ def find_budget(
         progress: gets a line for every size that is planned.
 
     Raises:
-        RecipeError: the recipe's model is not a native decoder.
+        RecipeError: the recipe's model is not a native decoder, or the tokens are more than a recipe's steps may have.
         ResourceError: no size fits the cluster.
     """
-
     per_step = recipe.batch_size * recipe.data.sequence_length
     if limit.kind == "tokens":
         _steps(limit.amount, per_step)
