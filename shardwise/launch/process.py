@@ -11,6 +11,8 @@ import contextlib
 import errno
 import os
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +30,9 @@ from shardwise.runtime.torch_private import set_allocator
 
 TIMEOUT = timedelta(minutes=30)
 """How long a collective, or the rendezvous, may take."""
+
+LATE_SECONDS = 15.0
+"""After which a rank that waits for the others says so."""
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set to "True" by torchrun where its agent has the store at MASTER_ADDR and MASTER_PORT."""
@@ -69,12 +74,37 @@ def join(device_type: str | None = None) -> Iterator[World]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     try:
-        _meet(_store(placement), placement.rank, placement.world_size, device)
+        with _said_when_late(placement):
+            _meet(_store(placement), placement.rank, placement.world_size, device)
     except (OSError, RuntimeError) as error:  # the base class of DistNetworkError and DistStoreError
         raise _failed_rendezvous(placement, error) from error
     yield World(placement.rank, placement.world_size, placement.local_rank, device)
     dist.barrier()  # rank 0 holds the store
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _said_when_late(placement: Placement) -> Iterator[None]:
+    """Say once on each machine, after LATE_SECONDS in the block, that the other ranks are not there yet."""
+    late = threading.Timer(LATE_SECONDS, _say_late, [placement])
+    late.daemon = True
+    if placement.local_rank == 0:
+        late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _say_late(placement: Placement) -> None:
+    try:
+        socket.getaddrinfo(placement.host, placement.port)
+        missing = "the other ranks"
+    except OSError:
+        missing = f"an address of {placement.host}, which this machine does not know"
+    rank = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
+    where, most = f"{placement.host}:{placement.port}", int(TIMEOUT.total_seconds() // 60)
+    print(f"{rank} waits at {where} for {missing}, {most} min at most", file=sys.stderr, flush=True)
 
 
 def _failed_rendezvous(placement: Placement, error: Exception) -> ResourceError | RankError:

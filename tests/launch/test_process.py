@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -195,6 +197,36 @@ def test_a_port_that_is_in_use_is_named(pool: Pool, starter: str) -> None:
 def test_ranks_that_do_not_meet(pool: Pool) -> None:
     (line,) = pool.run(1, never_met)
     assert line.startswith("error: rank 1 of 2 did not meet the others (127.0.0.1:")
+
+
+def late(host: str, local_rank: int) -> str:
+    dist.destroy_process_group()
+    process.TIMEOUT /= 1800  # a second
+    process.LATE_SECONDS = 0.2
+    own = {"MASTER_ADDR": host, "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": str(local_rank)}
+    os.environ.update(environment_of("srun", 1, 2, free_port()) | own)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(RankError), join():
+        pass
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("host", "missing"),
+    [
+        ("127.0.0.1", "the other ranks"),
+        ("nowhere.invalid", "an address of nowhere.invalid, which this machine does not know"),
+    ],
+)
+def test_a_rank_that_waits_says_where_and_for_what(pool: Pool, host: str, missing: str) -> None:
+    (line,) = pool.run(1, late, host, 0)
+    assert re.fullmatch(rf"rank 1 of 2 on \S+ waits at {host}:\d+ for {missing}, \d+ min at most\n", line), (
+        line
+    )
+
+
+def test_one_rank_of_a_machine_says_it(pool: Pool) -> None:
+    assert pool.run(1, late, "127.0.0.1", 1) == [""]
 
 
 def test_no_gpu_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
