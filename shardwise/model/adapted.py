@@ -267,9 +267,9 @@ class AdaptedModel(Blueprint):
         of_base = sum(size for name, size in trained.items() if not is_adapter(name))
         return sum(trained.values()), self.base.parameter_count(depth) - of_base
 
-    def departures(self, bits: int) -> tuple[str, ...]:
+    def departures(self, compute: str) -> tuple[str, ...]:
         beyond, packed, stays, has_experts = self._reach
-        notes = list(self.base.departures(bits))
+        notes = list(self.base.departures(compute))
         if self.spec.name == "dora" and any(expert_adapter(name) for name in self.adapter_shapes):
             notes.append(
                 "PEFT cannot load this adapter: it has no DoRA of experts; serve and merge read it here"
@@ -277,14 +277,14 @@ class AdaptedModel(Blueprint):
         if beyond:
             named = reach_in_words(beyond, "the weights")
             notes.append(
-                f"{named} stay frozen in {bits} bits without an adapter: adapters are on linear layers and experts"
+                f"{named} stay frozen in {compute} without an adapter: adapters are on linear layers and experts"
             )
         if packed and stays:
             named = reach_in_words(stays, "the weights")
             packs = "the model's folder" if self.spec.quantize == "none" else self.spec.quantize
             experts = " and experts" if has_experts else ""
             notes.append(
-                f"{named} stay in {bits} bits: {packs} packs the blocks' linear layers{experts}, {percent(packed)}"
+                f"{named} stay in {compute}: {packs} packs the blocks' linear layers{experts}, {percent(packed)}"
             )
         return tuple(notes)
 

@@ -351,11 +351,11 @@ class Blueprint(ABC):
         """Learning rate of a parameter, by canonical name, divided by the schedule's."""
         return 1.0
 
-    def departures(self, bits: int) -> tuple[str, ...]:
+    def departures(self, compute: str) -> tuple[str, ...]:
         """Sentences on what its files ask for and training leaves out, and on the weights that adapters do not reach.
 
         Args:
-            bits: of the compute dtype.
+            compute: the dtype of compute: fp64, fp32, bf16 or fp16.
         """
         return ()
 

@@ -12,13 +12,32 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.unreached import SHOWN, block_pattern
 from shardwise.runtime.torch_private import cast_floats, non_persistent_buffers
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Store a model's weights in ``dtype``, except for the tensors that transformers keeps in fp32."""
-    cast_floats(model, dtype, [*_tables(model), *_kept_precise(model, dtype)])
+    cast_floats(model, dtype, [*_tables(model), *_kept_precise(model, dtype).values()])
     return model
+
+
+def narrowed(model: nn.Module, compute: str) -> Iterator[str]:
+    """A sentence on the parameters that transformers keeps in fp32, and that training computes with in 16 bits.
+
+    Args:
+        compute: the dtype of compute: fp64, fp32, bf16 or fp16.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute, torch.float32)
+    kept = _kept_precise(model, dtype)
+    names = list(
+        dict.fromkeys(block_pattern(name) for name, t in kept.items() if isinstance(t, nn.Parameter))
+    )
+    if names:
+        others = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
+        risk = ", where its products may overflow: bf16 is safer" if dtype == torch.float16 else ""
+        named = ", ".join(names[:SHOWN]) + others
+        yield f"transformers keeps {named} in fp32; training computes with it in {compute}{risk}"
 
 
 def _tables(model: nn.Module) -> Iterator[Tensor]:
@@ -29,12 +48,12 @@ def _tables(model: nn.Module) -> Iterator[Tensor]:
         yield from (buffer for name, buffer in module.named_buffers(recurse=False) if ours or name in unsaved)
 
 
-def _kept_precise(model: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
+def _kept_precise(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors that classes of transformers name: some for every narrow dtype, some for fp16 alone."""
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == torch.float16 else [])]
     globs = {glob for module in model.modules() for key in lists for glob in getattr(module, key, None) or ()}
     if dtype.itemsize > 2 or not globs:
-        return
+        return {}
     pattern = re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs)))
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    yield from (tensor for name, tensor in tensors if pattern.search(name))
+    return {name: tensor for name, tensor in tensors if pattern.search(name)}

@@ -98,7 +98,7 @@ def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
         sites=chosen.run.sites,
         blocks=chosen.run.blocks,
         trained_parameters=predictor.blueprint.parameter_counts()[0],
-        departures=predictor.blueprint.departures(digits_of(strategy).bits),
+        departures=predictor.blueprint.departures(digits_of(strategy).compute),
     )
 
 

@@ -27,11 +27,6 @@ class Digits:
     fp8_scaling: str | None
     fp8_everywhere: bool
 
-    @property
-    def bits(self) -> int:
-        """Of the dtype of compute."""
-        return {"fp64": 64, "fp32": 32}.get(self.compute, 16)
-
     def in_fp8(self, rows: int, columns: int) -> bool:
         """Whether a linear layer of the blocks with a weight [rows, columns] runs in 8 bits."""
         if self.fp8_scaling is None:

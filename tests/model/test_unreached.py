@@ -33,9 +33,10 @@ TARGETS: tuple[Any, ...] = (
 
 
 def notes_of(base: Any, **values: Any) -> tuple[str, ...]:
-    return AdaptedModel(base, AdapterSpec(**{"rank": 4, "alpha": 8.0, "targets": "all"} | values)).departures(
-        16
-    )
+    """Of the adapters, not of the base."""
+    spec = AdapterSpec(**{"rank": 4, "alpha": 8.0, "targets": "all"} | values)
+    of_base = base.departures("bf16")
+    return tuple(note for note in AdaptedModel(base, spec).departures("bf16") if note not in of_base)
 
 
 def said(note: str) -> dict[str, float]:
@@ -68,8 +69,16 @@ def test_a_mixture_says_what_stays_frozen(family: str, tmp_path: Path) -> None:
     whole = sum(parameter.numel() for parameter in model.parameters())
     (note,) = notes_of(blueprint)
     assert sum(said(note).values()) == pytest.approx(100 * sum(left) / whole, abs=0.3)
-    assert "stay frozen in 16 bits" in note
+    assert "stay frozen in bf16" in note
     assert sum(left) < 0.05 * whole if family in ADAPTED else sum(left) > 0.2 * whole
+
+
+def test_a_router_that_transformers_keeps_in_fp32_is_named(tmp_path: Path) -> None:
+    blueprint, _ = saved(tmp_path, "deepseek_v3")
+    (note,) = blueprint.departures("bf16")
+    names = "model.layers.*.mlp.gate.weight"
+    assert note == f"transformers keeps {names} in fp32; training computes with it in bf16"
+    assert blueprint.departures("fp32") == ()
 
 
 @pytest.mark.parametrize("targets", ["attention", ("q_proj",), "experts", r".*\.v_proj"], ids=str)
@@ -92,7 +101,7 @@ def test_quantize_says_what_it_packs_and_what_it_leaves(quantize: str, tmp_path:
     left = said(note)
     assert "model.layers.*.mlp.experts" not in left and "model.layers.*.mlp.gate" in left
     assert note.endswith(
-        f"stay in 16 bits: {quantize} packs the blocks' linear layers and experts, {100 * packed / whole:.1f} %"
+        f"stay in bf16: {quantize} packs the blocks' linear layers and experts, {100 * packed / whole:.1f} %"
     )
     vectors = sum(p.numel() for p in parameters.values() if p.dim() == 1)
     assert sum(left.values()) + 100 * (packed + vectors) / whole == pytest.approx(100, abs=0.3)

@@ -76,9 +76,9 @@ class ScoringModel(_OtherHead):
         if not self.has_score:
             fill_score(model, seed)
 
-    def departures(self, bits: int) -> tuple[str, ...]:
+    def departures(self, compute: str) -> tuple[str, ...]:
         unknown = f"transformers has no class that reads the scores of {self.config.model_type}: it cannot be exported"
-        return (*super().departures(bits), *([] if self._architecture else [unknown]))
+        return (*super().departures(compute), *([] if self._architecture else [unknown]))
 
     @cached_property
     def _architecture(self) -> str:

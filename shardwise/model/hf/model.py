@@ -51,6 +51,7 @@ from shardwise.model.hf.source import load_config
 from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
+from shardwise.model.narrow import narrowed
 from shardwise.model.repetition import Repetition, repetition_of
 from shardwise.model.stage import Stage
 from shardwise.runtime.language_loss import language_loss, with_auxiliary
@@ -131,8 +132,8 @@ class HuggingFaceModel(Blueprint):
         blocks = self.repetition
         return blocks.blocks if blocks is not None and blocks[1:] == (1, 0) else None
 
-    def departures(self, bits: int) -> tuple[str, ...]:
-        return self._departures
+    def departures(self, compute: str) -> tuple[str, ...]:
+        return (*self._departures, *narrowed(self._reference, compute))
 
     @property
     def config_text(self) -> str:  # type: ignore[override]
