@@ -93,12 +93,6 @@ RULES: tuple[Rule, ...] = (
         nearest=_nearest_expert_degree,
     ),
     Rule(
-        key="tensor_sequence_parallel",
-        reason="with expert_parallel the router reads whole sequences; expert_parallel shards their tokens itself",
-        broken=lambda case: _on(case) and case.strategy[TENSOR_SEQUENCE_PARALLEL] != "none",
-        nearest=lambda case: {"tensor_sequence_parallel": "none"},
-    ),
-    Rule(
         key="expert_capacity",
         reason="only expert_parallel above 1 reads it",
         broken=lambda case: not _on(case) and case.strategy[EXPERT_CAPACITY] != EXPERT_CAPACITY.default,
@@ -150,7 +144,10 @@ class ExpertParallel(Dividing):
         own = mesh[names] if len(names) == 1 else flattened(mesh[names], "+".join(names))
         if len(names) > 1:
             site.options.groups.append(("+".join(names), own.get_group()))
-        alike = [axis.name for axis in axes if not axis.tokens]  # ranks that have the same tokens
+        parted = site.strategy[TENSOR_SEQUENCE_PARALLEL] != "none"
+        alike = [
+            axis.name for axis in axes if not axis.tokens and not parted
+        ]  # ranks that have the same tokens
         shares = mesh[alike[0]].get_group() if alike else None
         # No step of a frozen model runs again: it has room for all that a rank can get.
         room = Room(site.strategy[EXPERT_CAPACITY] if site.trained else _NO_LIMIT)

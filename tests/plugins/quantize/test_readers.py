@@ -58,6 +58,9 @@ MISREAD = {"qwen4_exp_text"}
 """Layers called ``block_inject_weight`` are lost by transformers' ``dequantize``, which warns of missing weights."""
 OTHER_INPUTS = {"falcon_mamba", "jamba"}
 """Families that call a layer only if it is quantized, so that it has 8-bit inputs there alone."""
+OTHER_KERNEL = {"flint", "granitemoe_swa"}
+"""Families with sinks, whose attention transformers computes in eager mode alone. Then some 8-bit inputs, which are at
+a boundary, round the other way: llama's loss moves by 5e-6 between eager mode and SDPA, within transformers."""
 TOLERANCE = {"recurrent_gemma": 1e-3}
 """A family whose logits move with the order of sums."""
 
@@ -138,7 +141,11 @@ def test_transformers_loads_what_was_reported(
             continue
         model = loaded(tmp_path / scheme)
         assert not packed or difference(model, expected) <= bound
-        close = 1e-2 if family in OTHER_INPUTS and not packed else 10 * bound
+        close = 10 * bound
+        if not packed:
+            close = {**dict.fromkeys(OTHER_INPUTS, 1e-2), **dict.fromkeys(OTHER_KERNEL, 1e-4)}.get(
+                family, close
+            )
         assert loss_of(model, held_out(tmp_path)) == pytest.approx(found.lost.quantized_loss, rel=close)
         base = loaded(tmp_path / "base")
         assert loss_of(base, held_out(tmp_path)) == pytest.approx(found.lost.base_loss, rel=10 * bound)
