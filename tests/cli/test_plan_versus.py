@@ -131,7 +131,9 @@ def test_a_recipe_that_is_refused_does_not_end_the_comparison(
     planned, refused = json.loads(told.out)["versus"]
     assert planned["name"] == "strategy.zero_stage=1"
     assert refused["name"] == "strategy.tensor_parallel=3" and refused["refused"].startswith("error: tensor_")
-    assert run(["plan", str(recipe), "batch_size=8", *impossible, *possible]) == 7, "the first plan's code wins"
+    assert run(["plan", str(recipe), "batch_size=8", *impossible, *possible]) == 7, (
+        "the first plan's code wins"
+    )
     asked.clear()
     assert run(["plan", str(recipe), *impossible, "--vs", "strategy.zro=1"]) == 2 and not asked
     assert run(["plan", str(recipe), "strategy.tensor_parallel=3", *possible]) == 2 and not asked
