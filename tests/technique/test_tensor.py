@@ -34,6 +34,7 @@ from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
 from tests.harness import paper_block
 from tests.harness.corpora import EVEN
+from tests.harness.families import save_tiny
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import make_run, train
@@ -137,6 +138,26 @@ def test_a_plan_of_transformers_that_leaves_weights_out_is_refused(family: str, 
         model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(RecipeError, match=f"does not cover .*{left_out}"):
         tensor_plan_of(model, config)
+
+
+def test_an_adapted_output_layer_of_transformers_is_refused_by_its_key(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_tiny("llama", tmp_path / "llama")
+    blueprint = blueprint_of(
+        recipe_of(
+            {
+                "model": {"hf": str(tmp_path / "llama")},
+                "adapter": {"targets": ["lm_head"]},
+                "data": {"sequence_length": 16},
+                "steps": 1,
+                "batch_size": 1,
+            }
+        )
+    )
+    with torch.device("meta"):
+        model = blueprint.build()
+    with pytest.raises(RecipeError, match=r"output layer has an adapter, by adapter\.targets"):
+        blueprint.tensor_plan(model)
 
 
 # ---- dropout ----------------------------------------------------------------------------------------------
