@@ -97,6 +97,33 @@ def test_api_and_command_refuse_alike(
     assert capsys.readouterr().err == error.line() + "\n"
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "strategy.offload=nvme:/nowhere/at/all",
+            "(strategy.offload: nvme:/nowhere/at/all): there is no such folder",
+        ),
+        ("evaluation.noise_scale=true", "(evaluation.noise_scale): a step of "),
+    ],
+)
+def test_what_ranks_would_refuse_is_refused_before_they_start(
+    override: str, says: str, recipe_file: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "make_plan", lambda *arguments, **options: replace(plan, micro_batches=1))
+    recipe, cluster = read_request(recipe_file, [override])
+    with pytest.raises(RecipeError) as caught:
+        training.prepare_training(recipe, cluster, tmp_path / "run", None, lambda line: None)
+    assert says in caught.value.line()
+    assert not (tmp_path / "run").exists()
+
+
+def test_stages_have_no_noise_scale(recipe_file: Path) -> None:
+    two = ["cluster={device: cpu, devices_per_node: 2}", "strategy.pipeline_parallel=2"]
+    with pytest.raises(RecipeError, match=r"pipeline_parallel.*evaluation\.noise_scale compares"):
+        read_request(recipe_file, [*two, "evaluation.noise_scale=true"])
+
+
 def test_api_plan_refuses_a_broken_rule(recipe_file: Path) -> None:
     recipe = api.load(recipe_file, ["strategy.tensor_parallel=2"])
     with pytest.raises(RecipeError, match=r"strategy\.tensor_parallel"):

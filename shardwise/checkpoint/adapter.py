@@ -40,6 +40,12 @@ ShardRange = tuple[tuple[int, int], ...]
 """Start and end of a shard in every dim of the whole tensor."""
 
 
+def adapter_folder(folder: Path) -> Path:
+    """The folder of an adapter; of a run's folder, that of the adapter that the run trained."""
+    of_run = folder / ADAPTER
+    return of_run if not (folder / CONFIG).is_file() and (of_run / CONFIG).is_file() else folder
+
+
 def leave(run: Run, folder: Path, checkpoint: Path | None = None) -> Path | None:
     """Write the run's adapter to its folder. Collective. Returns None if the run has no adapter.
 

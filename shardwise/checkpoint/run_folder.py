@@ -107,6 +107,10 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+OWN_SAMPLES = "# The model's factory has a dataset of its own: data.source and data.tokenizer are not read.\n"
+"""The head of a recipe whose section `data` would mislead."""
+
+
 def write_job(folder: Path, recipe: Recipe, plan: Plan) -> None:
     """Write the resolved recipe and the plan, which is all that workers read. Keep the former ones until they accept.
 
@@ -121,7 +125,8 @@ def write_job(folder: Path, recipe: Recipe, plan: Plan) -> None:
         with suppress(OSError):
             os.link(folder / name, _former(folder, name))
     try:
-        write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+        note = OWN_SAMPLES if plan.step.unit == "samples" else ""
+        write_whole(folder / RECIPE, (note + dump_recipe(recipe)).encode())
         # The plan last, so that a folder with a plan has the recipe of that plan.
         write_whole(folder / PLAN, plan.to_json().encode())
     except ResourceError:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 
 from shardwise.core.errors import ShardwiseError
 
-INTERRUPTED = 130
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM. It unwinds the stack as Ctrl-C does, so that child processes and temporary files are removed."""
 
 
 def guarded(action: Callable[[], int]) -> int:
@@ -18,23 +21,29 @@ def guarded(action: Callable[[], int]) -> int:
         return action()
     except ShardwiseError as error:
         return _reported(error)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as interruption:
+        return _interrupted(interruption)
     except Exception as error:
-        if _interrupted(error):
-            print("error: interrupted", file=sys.stderr)
-            return INTERRUPTED
+        if (cause := _interruption_behind(error)) is not None:
+            return _interrupted(cause)
         from shardwise.trainer.faults.oom_record import resource_error
 
         fix = "ask for less at once, or take a device with more memory"
         return _reported(resource_error(error, "this process", fix) or _unexpected(error))
 
 
-def _interrupted(error: BaseException) -> bool:
-    """Whether an interruption led to an error, as in a module whose import it cut short."""
+def _interrupted(interruption: KeyboardInterrupt) -> int:
+    """Print the line; returns the exit code with which a shell reports the signal."""
+    print("error: interrupted", file=sys.stderr)
+    return 128 + (signal.SIGTERM if isinstance(interruption, Terminated) else signal.SIGINT)
+
+
+def _interruption_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The interruption that led to an error, as in a module whose import it cut short."""
     cause = error.__cause__ or error.__context__
-    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _interrupted(cause))
+    if cause is None or isinstance(cause, KeyboardInterrupt):
+        return cause
+    return _interruption_behind(cause)
 
 
 def _unexpected(error: Exception) -> ShardwiseError:

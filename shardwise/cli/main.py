@@ -78,7 +78,7 @@ COMPLETION = "_SHARDWISE_COMPLETE"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one verb and exit with the contract's code: 0, 2 to 7, or 75. 130 after an interruption."""
+    """Run one verb and exit with the contract's code: 0, 2 to 7, or 75. 130 after Ctrl-C, 143 after SIGTERM."""
     keep_writing()
     if COMPLETION in os.environ:
         program.main(prog_name="shardwise")

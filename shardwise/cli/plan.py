@@ -237,7 +237,8 @@ def _importers_of(recipe: Path) -> ModuleType | None:
 def _show_versus(named: Sequence[tuple[str, Callable[[], Recipe]]], as_json: bool) -> None:
     """Plan each recipe, and print a table of the differences. The exit code is the first plan's.
 
-    A further recipe that is refused does not end the comparison, unless all of them are: its line says why.
+    A further recipe that is refused does not end the comparison, unless all of them are: its line says why,
+    and the exit code is 2 where the first plan's is 0.
     """
     from shardwise.core.versus import Compared, Refused, versus_values
     from shardwise.jobs.planning import make_plan, refuse_unfit
@@ -277,9 +278,11 @@ def _show_versus(named: Sequence[tuple[str, Callable[[], Recipe]]], as_json: boo
         from shardwise.report.versus import versus_table
 
         Console().print(versus_table(compared))
-        for one in refused:
-            typer.echo(f"\n{one.name}\n{one.why}", err=True)
+    for one in refused:
+        typer.echo(f"\n{one.name}\n{one.why}", err=True)
     refuse_unfit(first.plan)
+    if refused:
+        raise typer.Exit(RecipeError.exit_code)
 
 
 def _show_plan(asked: Recipe, options: _Options) -> None:

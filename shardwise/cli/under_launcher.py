@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,8 @@ def train_as_rank(
     """
     from shardwise.worker import run_rank
 
+    # While it waits for its peers in C++, no handler of Python's runs. The ranks handle the signal once they train.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if rank != 0:
         return _exit_code(
             _train_as_rank(out, rank, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardwise.core.errors import DataError, one_line
+from shardwise.core.errors import DataError, one_line, shorten
 from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.chat import ChatTemplate, plain_template
@@ -258,7 +258,8 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
+        where, fix = f"character {error.start} of {shorten(ascii(text), 60)}", "write it in UTF-8"
+        raise DataError("text is not Unicode", where=where, why=error.reason, fix=fix) from None
 
 
 def open_tokenizer(name: str, begin: str = "auto") -> Tokenizer:

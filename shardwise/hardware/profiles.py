@@ -190,7 +190,11 @@ def _flattened(tables: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]
         table = _table(name, tables[name])
         if "source" not in table:
             raise KeyError(f"{name}.source")
-        sources[figure] = str(table.pop("source"))
+        sources[figure] = source = table.pop("source")
+        if not isinstance(source, str) or not source.strip():
+            raise ValueError(
+                f"{name}.source must be text that says where its figures are from, found {source!r:.40}"
+            )
         for key, value in table.items():
             if key not in keys:
                 raise ValueError(f"{name}.{key} is unknown; expected {', '.join(keys)}")

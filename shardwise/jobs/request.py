@@ -8,6 +8,7 @@ from typing import Protocol
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin
+from shardwise.core.strategy import FolderForm
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.recipe.load import read_recipe
 from shardwise.recipe.paths import require_modules, with_whole_paths
@@ -73,6 +74,19 @@ def refuse_plan_only(cluster: Cluster) -> None:
             why=f"torch.distributed has no backend for {device.traits.torch_type}",
             fix="train on a CUDA or ROCm device, or with cluster.device=cpu",
         )
+
+
+def require_folders(recipe: Recipe) -> None:
+    """Raise RecipeError where a folder that the strategy names is not on this machine. A plan needs no folder."""
+    for setting in SETTINGS:
+        value = recipe.strategy.get(setting.key)
+        for form in setting.forms:
+            if not isinstance(form, FolderForm) or (folder := form.folder(value)) is None:
+                continue
+            if not Path(folder).is_dir():
+                why = "it is not a folder" if Path(folder).exists() else "there is no such folder"
+                where, fix = f"strategy.{setting.key}: {value}", "make it, or name another one"
+                raise RecipeError("state cannot be offloaded", where=where, why=why, fix=fix)
 
 
 def measured_cluster(recipe: Recipe) -> Cluster:

@@ -21,7 +21,7 @@ from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import plan_after_oom, plan_remembering, planned_snapshot, refuse_unfit
-from shardwise.jobs.request import RunWorkers, refuse_plan_only
+from shardwise.jobs.request import RunWorkers, refuse_plan_only, require_folders
 from shardwise.recipe.lr_scaling import scaling_sentences
 from shardwise.recipe.sections import Recipe
 
@@ -117,11 +117,13 @@ def prepare_training(
         require_same_settings(recipe_of_run(folder), recipe, folder)
         say(done)
         return None
+    require_folders(recipe)
     progress("planning")
     planned, reasons = plan_remembering(
         recipe, cluster, folder, plan, lambda line: progress(f"planning: {line}")
     )
     refuse_unfit(planned)
+    _require_several_micro_batches(recipe, planned)
     write_job(folder, recipe, planned)
     append(folder, Start.now(folder))
     if recipe.profile.steps:
@@ -131,6 +133,17 @@ def prepare_training(
     for sentence in [first, *sentences, *reasons, *scaling_sentences(recipe), *planned.departures]:
         say(sentence)
     return planned
+
+
+def _require_several_micro_batches(recipe: Recipe, plan: Plan) -> None:
+    """Raise RecipeError where a step has no two batch sizes, whose gradients the noise scale compares."""
+    if recipe.evaluation.noise_scale and plan.micro_batches < 2:
+        raise RecipeError(
+            "the noise scale cannot be measured",
+            where="evaluation.noise_scale",
+            why=f"a step of {plan.line} has one micro-batch, and gradients of two batch sizes are compared",
+            fix="set strategy.micro_batch_size so that a rank accumulates over at least 2 micro-batches",
+        )
 
 
 def _write_planned_memory(recipe: Recipe, cluster: Cluster, plan: Plan, folder: Path) -> None:

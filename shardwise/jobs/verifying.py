@@ -11,7 +11,7 @@ from shardwise.data import check_data
 from shardwise.data.epochs import with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import make_plan, refuse_unfit
-from shardwise.jobs.request import RunWorkers, refuse_plan_only
+from shardwise.jobs.request import RunWorkers, refuse_plan_only, require_folders
 from shardwise.recipe.sections import Recipe
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def verify_plan(
     recipe = with_date(recipe)
     check_data(recipe)
     recipe = with_steps(recipe)
+    require_folders(recipe)
     progress("planning")
     plan = plan or make_plan(recipe, cluster, progress=lambda line: progress(f"planning: {line}"))
     refuse_unfit(plan)

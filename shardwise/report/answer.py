@@ -79,12 +79,12 @@ def best_alternatives(answer: Answer, plan: Plan, most: int) -> Iterator[Rendera
 
 
 def _brief_verdict(alternative: Alternative, other: Candidate) -> Text:
-    """The verdict, with the number of further settings that differ."""
+    """The verdict, with further settings that differ."""
     verdict = Text(one_line(other.verdict), VERDICT_STYLES.get(other.verdict, ""))
     if PINNED in alternative.reason:
         verdict.append(", pinned", "dim")
-    if number := len(alternative.also):
-        verdict.append(f", +{number} change{'s' if number > 1 else ''}", "dim")
+    if also := [words.partition(" (now ")[0] for words in alternative.also]:
+        verdict.append(f", with {one_line(', '.join(also))}", "dim")
     return verdict
 
 

@@ -19,15 +19,16 @@ def loss_card(run: RunRecord) -> Card:
     if run.held_out_loss is not None:
         note = _perplexity_text(run.held_out_loss, run.plan.step.units)
         metrics = next((step.metrics for step in reversed(run.steps) if step.metrics), {})
-        return Card("Held-out loss", _loss_text(run.held_out_loss), _with_measures(note, metrics))
+        return Card("Held-out loss", loss_text(run.held_out_loss), _with_measures(note, metrics))
     if run.steps:
         last, note = run.steps[-1], "last step; nothing was held out so far"
-        return Card("Training loss", _loss_text(last.loss), _with_measures(note, last.measures or {}))
+        return Card("Training loss", loss_text(last.loss), _with_measures(note, last.measures or {}))
     return Card("Held-out loss", "–", "not yet")
 
 
-def _loss_text(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else str(value)
+def loss_text(value: float) -> str:
+    """Four decimals; a large value in a few digits, or nan or inf."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.5g}"
 
 
 def _with_measures(note: str, measures: Mapping[str, float]) -> str:

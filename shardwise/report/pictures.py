@@ -63,6 +63,9 @@ _HOLLOW = {"marker": "o", "markersize": 5, "markerfacecolor": BACKGROUND, "marke
 MAX_CURVE_POINTS = 900
 """Most points of a curve; with more, neighbours are merged into their extremes."""
 
+LARGEST_DRAWN = 1e300
+"""Sums of margins and ticks overflow a few decades above."""
+
 STYLE: dict[str, Any] = {
     "font.size": 9.0,
     "font.family": ["DejaVu Sans"],
@@ -162,20 +165,28 @@ def loss_curve(steps: Sequence[StepRecord], width: float = WIDE_INCHES, units: U
         above.text(0.5, 0.5, "no step has finished yet", transform=above.transAxes, ha="center", color=MUTED)
         return figure
     number = np.array([step.step for step in steps])
-    loss = np.array([step.loss if math.isfinite(step.loss) else math.nan for step in steps])
+    loss = np.array([drawable(step.loss) for step in steps])
     _draw_training(above, number, loss)
     held_out = [(s.step, s.held_out_loss) for s in steps if s.held_out_loss is not None]
     if held_out:
         at, values = zip(*held_out, strict=True)
-        above.plot(at, values, color=ACCENT, linewidth=1, label="held-out", **_HOLLOW)
+        above.plot(
+            at, [drawable(value) for value in values], color=ACCENT, linewidth=1, label="held-out", **_HOLLOW
+        )
     _event_mark(above, [s.step for s in steps if s.skipped], "update skipped", "|")
-    _event_mark(above, [s.step for s in steps if not math.isfinite(s.loss)], "not a number", "x")
+    left_out = [s.step for s in steps if math.isnan(drawable(s.loss))]
+    _event_mark(above, left_out, "not a number, or too large to draw", "x")
     above.legend(loc="upper right")
     rates = np.array([step.learning_rate for step in steps])
     below.plot(*thinned(number, rates), color=MUTED, linewidth=1.2)
     below.set_ylim(0, 1.15 * max(rates.max(), 1e-12))
     below.set_yticks([0, rates.max()], ["0", f"{rates.max():.1e}".replace("e-0", "e-").replace("-", "−")])
     return figure
+
+
+def drawable(value: float) -> float:
+    """The value, or NaN if it is no finite number or so large that matplotlib overflows."""
+    return value if abs(value) < LARGEST_DRAWN else math.nan
 
 
 def _draw_training(axes: Any, number: np.ndarray[Any, Any], loss: np.ndarray[Any, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from shardwise.core.counted import TOKENS, Units
 from shardwise.core.run_files import EVENTS, StepRecord
 from shardwise.report.notation import COLOURS, measure_label, unit_for
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, loss_title, thinned
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, drawable, loss_title, thinned
 
 MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out of memory")
 """Events that are shown; overflows and single odd steps are ordinary."""
@@ -205,9 +204,9 @@ FloatArray = np.ndarray[Any, Any]
 
 
 def series_points(steps: Sequence[StepRecord], line: Sequence[float | None]) -> tuple[FloatArray, FloatArray]:
-    """The steps that have a value, and the values: NaN for one that is no finite number; thinned where many."""
+    """The steps that have a value, and the values: NaN for one that cannot be drawn; thinned where many."""
     points = [(step.step, value) for step, value in zip(steps, line, strict=True) if value is not None]
-    values = np.array([value if math.isfinite(value) else math.nan for _, value in points], dtype=float)
+    values = np.array([drawable(value) for _, value in points], dtype=float)
     return thinned(np.array([step for step, _ in points], dtype=int), values)
 
 

@@ -83,6 +83,7 @@ class Rule:
         broken: whether a case breaks the rule. Rules are checked before torch is loaded.
         nearest: values of settings that satisfy the rule.
         fix: what to do if no setting helps.
+        given: under what the value cannot be, in words; "" for the number of devices.
     """
 
     key: str
@@ -90,6 +91,7 @@ class Rule:
     broken: Callable[[Case], bool]
     nearest: Callable[[Case], Mapping[str, object]] = field(default=lambda case: {})
     fix: str = ""
+    given: str = ""
 
 
 @dataclass(frozen=True)

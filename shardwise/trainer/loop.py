@@ -57,7 +57,7 @@ from shardwise.trainer.issued_step import (
     restore_capacity,
 )
 from shardwise.trainer.meter import MemoryMeter
-from shardwise.trainer.noise import gradient_noise, refuse_noise
+from shardwise.trainer.noise import gradient_noise
 from shardwise.trainer.pass_stopwatch import Stopwatch
 from shardwise.trainer.pauses import Pauses
 from shardwise.trainer.phase_stopwatch import PhaseStopwatch
@@ -127,8 +127,6 @@ class Trainer:
         self._watched = self._ended = False
         self._flags = StepFlags(self.hooks.may_ask and self.run.synchronous)
         self._asked = frozenset[str]()
-        if recipe.evaluation.noise_scale:
-            refuse_noise(self.run, job.plan.micro_batches)
 
     @property
     def _checkpoints(self) -> Path:

@@ -12,27 +12,10 @@ from statistics import fmean, harmonic_mean
 
 import torch.distributed as dist
 
-from shardwise.core.errors import RecipeError
 from shardwise.core.run_files import GradientNoise
 from shardwise.engine.optim.norm import square_sum
 from shardwise.engine.run import Run
 from shardwise.model.blueprint import Batch
-
-
-def refuse_noise(run: Run, micro_batches: int) -> None:
-    """Raise RecipeError where gradients of single micro-batches cannot be compared with that of the batch."""
-    where = "evaluation.noise_scale"
-    if run.options.place is not None:
-        why = "the ranks hold stages of the model, through which several micro-batches pass at once"
-        fix = "set it to false"
-        raise RecipeError("the noise scale cannot be measured", where=where, why=why, fix=fix)
-    if micro_batches < 2:
-        raise RecipeError(
-            "the noise scale cannot be measured",
-            where=where,
-            why="a step has one micro-batch, and gradients of two batch sizes are compared",
-            fix="set strategy.micro_batch_size so that a rank accumulates over at least 2 micro-batches",
-        )
 
 
 def gradient_noise(run: Run, batches: Sequence[Batch]) -> GradientNoise:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ def test_a_job_reads_back(tmp_path: Path) -> None:
     recipe = recipe_of({"model": {"preset": "tiny"}, "steps": 1, "batch_size": 4})
     write_job(tmp_path, recipe, small_plan())
     assert read_job(tmp_path) == (recipe, small_plan())
+
+
+def test_the_recipe_of_a_module_with_its_own_samples_says_that_no_source_is_read(tmp_path: Path) -> None:
+    recipe = recipe_of({"model": {"factory": "my_module:model"}, "steps": 1, "batch_size": 4})
+    plan = small_plan()
+    for unit, said in (("samples", True), ("tokens", False)):
+        write_job(tmp_path, recipe, replace(plan, step=replace(plan.step, unit=unit)))
+        first, *_ = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()
+        assert (first.startswith("#") and "data.source" in first) == said
+        assert read_job(tmp_path)[0] == recipe
 
 
 def test_a_run_keeps_the_date_of_its_start(tmp_path: Path) -> None:

@@ -121,14 +121,19 @@ def test_a_recipe_that_is_refused_does_not_end_the_comparison(
     recipe: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     impossible, possible = ["--vs", "strategy.tensor_parallel=3"], ["--vs", "strategy.zero_stage=1"]
-    assert run(["plan", str(recipe), *impossible, *possible]) == 0
+    assert run(["plan", str(recipe), *impossible, *possible]) == 2
     told = capsys.readouterr()
     assert "B  strategy.zero_stage=1" in told.out and "+100" in told.out
     assert "\nstrategy.tensor_parallel=3\nerror: tensor_parallel cannot be 3" in told.err
-    assert run(["plan", str(recipe), *impossible, *possible, "--json"]) == 0
-    planned, refused = json.loads(capsys.readouterr().out)["versus"]
+    assert run(["plan", str(recipe), *impossible, *possible, "--json"]) == 2
+    told = capsys.readouterr()
+    assert "error: tensor_parallel cannot be 3" in told.err
+    planned, refused = json.loads(told.out)["versus"]
     assert planned["name"] == "strategy.zero_stage=1"
     assert refused["name"] == "strategy.tensor_parallel=3" and refused["refused"].startswith("error: tensor_")
+    assert run(["plan", str(recipe), "batch_size=8", *impossible, *possible]) == 7, (
+        "the first plan's code wins"
+    )
     asked.clear()
     assert run(["plan", str(recipe), *impossible, "--vs", "strategy.zro=1"]) == 2 and not asked
     assert run(["plan", str(recipe), "strategy.tensor_parallel=3", *possible]) == 2 and not asked

@@ -96,6 +96,16 @@ def test_a_file_is_read_on_first_access(tmp_path: Path) -> None:
         ('kind = "cuda"', 'like = "H10"\nkind = "cuda"', "like must be one of A100-40GB, .* found 'H10'"),
         ('kind = "cuda"', 'like = []\nkind = "cuda"', r"like must be one of A100-40GB, .* found \[\]"),
         ('source = "DGX H100: a 400 Gb/s adapter per device"\n', "", "source is missing"),
+        (
+            'source = "DGX H100: a 400 Gb/s adapter per device"',
+            'source = " "',
+            r"network_bandwidth\.source must be text",
+        ),
+        (
+            'source = "DGX H100: a 400 Gb/s adapter per device"',
+            "source = 3",
+            r"network_bandwidth\.source .* found 3",
+        ),
     ],
 )
 def test_a_malformed_file_is_refused_with_its_key(tmp_path: Path, line: str, instead: str, says: str) -> None:

@@ -81,13 +81,13 @@ def test_the_best_alternatives_come_first_and_each_has_its_figures(plan: Plan) -
         "compile", "activation_checkpointing", "offload", "loss", "master_weights",
     ]  # fmt: skip
     assert re.fullmatch(r"  compile full +~ 69\.45 GiB +1\.70 s +\+3\.3 %  fits", rows[0])
-    assert rows[1].endswith("fits, +1 change")
+    assert rows[1].endswith("fits, with loss x")
     short, pinned = alternatives(plan)[:2]
     assert short.candidate and pinned.candidate
     short = replace(short, candidate=replace(short.candidate, verdict="does not fit", step_seconds=1.0))
     pinned = replace(pinned, reason="the recipe pins zero_stage")
     rows = brief(plan, nearest=(short, pinned)).partition("Alternatives")[2].splitlines()[1:3]
-    assert rows[0].endswith("fits, pinned, +1 change") and "does not fit" in rows[1]
+    assert rows[0].endswith("fits, pinned, with loss x") and "does not fit" in rows[1]
 
 
 def test_a_pin_that_costs_time_is_said_before_any_table(plan: Plan) -> None:

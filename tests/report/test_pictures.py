@@ -32,6 +32,7 @@ from shardwise.report.pictures import (
     png,
     svg,
 )
+from shardwise.report.series import compared_picture, series_picture
 from tests.harness.plans import with_rows
 
 
@@ -54,6 +55,15 @@ def parsed(element: str) -> ElementTree.Element:
 
 
 # -- files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e301, 1.7e308])
+def test_values_near_the_largest_float_are_marked_and_not_drawn(size: float) -> None:
+    huge = [step(1, -size, held_out_loss=size), step(2, size, held_out_loss=-size), *map(step, range(3, 200))]
+    assert "too large to draw" in texts(loss_curve(huge))
+    assert "too large to draw" in texts(loss_curve(huge[:2]))
+    for picture in (series_picture(huge, []), compared_picture({"a": huge, "b": huge[:2]})):
+        assert "nan" not in svg(picture, "values")
 
 
 def test_svg_is_an_element_for_a_page(plan: Plan) -> None:

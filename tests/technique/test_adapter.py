@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.adapter import gathered_adapter, leave
-from shardwise.core.errors import CheckpointError, ResourceError
+from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
 from shardwise.engine.run import Run
@@ -24,7 +24,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.technique import SETTINGS, broken_rules, strategy_from
+from shardwise.technique import SETTINGS, broken_rules, refuse_broken, strategy_from
 from tests.harness.corpora import WORDS
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
@@ -305,6 +305,12 @@ def test_what_cannot_be_combined(adapter: dict[str, Any], settings: dict[str, An
     assert [reason in violation.rule.reason for violation in broken] == [True]
     assert not list(broken_rules(strategy.with_values(**broken[0].nearest), 2, recipe_with(adapter)))
     assert not list(broken_rules(strategy, 2, recipe_with(None)))
+
+
+def test_the_refusal_names_the_adapter_and_no_devices() -> None:
+    recipe = recipe_with({}, strategy={"precision": "fp8"})
+    with pytest.raises(RecipeError, match=r"^precision cannot be fp8 with an adapter "):
+        refuse_broken(recipe, 1, lambda key: f"strategy.{key}")
 
 
 def test_files_are_named_as_peft_names_them() -> None:

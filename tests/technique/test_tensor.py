@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.checkpoint.checkpoint import restore, save_checkpoint
@@ -30,10 +31,12 @@ from shardwise.planner.timing import collective_seconds, predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
+from shardwise.runtime.parallel.tensor_hooks import VocabularyRows
 from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
 from tests.harness import paper_block
 from tests.harness.corpora import EVEN
+from tests.harness.families import save_tiny
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import make_run, train
@@ -137,6 +140,43 @@ def test_a_plan_of_transformers_that_leaves_weights_out_is_refused(family: str, 
         model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(RecipeError, match=f"does not cover .*{left_out}"):
         tensor_plan_of(model, config)
+
+
+def test_an_adapted_output_layer_of_transformers_is_refused_by_its_key(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_tiny("llama", tmp_path / "llama")
+    blueprint = blueprint_of(
+        recipe_of(
+            {
+                "model": {"hf": str(tmp_path / "llama")},
+                "adapter": {"targets": ["lm_head"]},
+                "data": {"sequence_length": 16},
+                "steps": 1,
+                "batch_size": 1,
+            }
+        )
+    )
+    with torch.device("meta"):
+        model = blueprint.build()
+    with pytest.raises(RecipeError, match=r"output layer has an adapter, by adapter\.targets"):
+        blueprint.tensor_plan(model)
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_an_id_beyond_the_vocabulary_is_no_row_of_zeros(start: int) -> None:
+    """Rows 0 to 3 or 4 to 7 of eight are local."""
+    whole = nn.Embedding(8, 2)
+    ranks: Any = SimpleNamespace(span=lambda size: (start, start + 4))
+    rows = VocabularyRows(ranks, sequence_parallel=False)
+    local = whole.weight[start : start + 4]
+    for ids in ([0, 3, 4, 7], [1], [6]):
+        (index,) = rows.before(whole, (torch.tensor(ids),))
+        own = torch.tensor([start <= number < start + 4 for number in ids])
+        assert torch.equal(functional.embedding(index, local)[own], whole(torch.tensor(ids))[own])
+    for wrong in (8, 100, -1):
+        (index,) = rows.before(whole, (torch.tensor([2, wrong]),))
+        with pytest.raises(IndexError):
+            functional.embedding(index, local)
 
 
 # ---- dropout ----------------------------------------------------------------------------------------------

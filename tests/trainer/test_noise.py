@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.run_folder import write_job
-from shardwise.core.errors import RecipeError
 from shardwise.core.run_files import GradientNoise, StepRecord
 from shardwise.data import open_data
 from shardwise.engine.build import build
@@ -184,8 +183,3 @@ def with_empty_batches() -> tuple[GradientNoise, GradientNoise]:
     full = {"labels": torch.zeros(1, 4).long(), "gradients": torch.ones(1, 4, WIDTH)}
     empty = {**full, "labels": torch.full((1, 4), -100)}
     return gradient_noise(run, [full, empty, full]), gradient_noise(run, [empty, empty])
-
-
-def test_one_micro_batch_is_refused(pool: Pool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="one micro-batch"):
-        pool.run(1, trained, recipe(tmp_path / "c.txt", True, 4, zero_stage=0), tmp_path / "run", 1)

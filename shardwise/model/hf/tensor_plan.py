@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.model.lora import LoraLinear
 from shardwise.runtime.parallel.experts import divisible_experts
 from shardwise.runtime.parallel.tensor import Split, TensorPlan, matching
 
@@ -42,6 +43,10 @@ def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
     paths = {module: path for path, module in model.named_modules()}
     embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
     if type(output) is not nn.Linear:
+        if isinstance(output, LoraLinear):
+            raise _no_tensor_plan(
+                "its output layer has an adapter, by adapter.targets, and is sharded without one"
+            )
         raise _no_tensor_plan("its output layer is not a plain linear layer")
     if any(True for _ in embedding.children()):
         raise _no_tensor_plan(f"its embedding ({type(embedding).__name__}) does more than look up rows")

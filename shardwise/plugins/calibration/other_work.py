@@ -43,8 +43,14 @@ def is_busy_now() -> bool:
 
 
 def _others_seconds() -> float:
-    """CPU seconds of the machine without those of this process and of its children that have ended."""
-    machine, own = psutil.cpu_times(), os.times()
+    """CPU seconds of the machine without those of this process and of its children that have ended.
+
+    0 where the system does not tell: then no other work is seen.
+    """
+    try:
+        machine, own = psutil.cpu_times(), os.times()
+    except OSError:
+        return 0.0
     # A hypervisor's other guests (steal) slow a measurement as well. Guests' time is part of the user's time.
     idle = machine.idle + getattr(machine, "iowait", 0.0)
     guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)

@@ -12,6 +12,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.identity import starts
 from shardwise.core.units import format_bytes, format_count
 from shardwise.report.charts import compared_charts
+from shardwise.report.loss_card import loss_text
 from shardwise.report.notation import seconds, tokens_rate
 from shardwise.report.page_parts import picture
 from shardwise.report.record import RunRecord, read_run
@@ -74,8 +75,8 @@ def _run_names(folders: Sequence[Path]) -> list[str]:
 def _figures(run: RunRecord) -> Iterator[str]:
     """A figure for each of TITLES."""
     measured, last = run.step_seconds, run.steps[-1] if run.steps else None
-    yield "–" if run.held_out_loss is None else f"{run.held_out_loss:.4f}"
-    yield "–" if last is None else f"{last.loss:.4f}"
+    yield "–" if run.held_out_loss is None else loss_text(run.held_out_loss)
+    yield "–" if last is None else loss_text(last.loss)
     yield str(last.step if last else 0)
     unit = "" if run.counted == "tokens" else f" {run.counted}"
     yield format_count(sum(step.tokens for step in run.steps)) + unit

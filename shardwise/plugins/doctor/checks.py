@@ -166,14 +166,17 @@ def _judge_software(facts: Facts) -> Iterator[Check]:
 
 def _judge_memory(facts: Facts) -> Iterator[Check]:
     memory, disk, measuring = facts.memory, facts.disk, facts.measuring
-    finding = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
+    available = "unknown" if memory.available is None else format_bytes(memory.available)
+    finding = f"{available} available of {format_bytes(memory.total)}"
     if memory.limit is not None and memory.limit < memory.total:
         finding += f", cgroup limit {format_bytes(memory.limit)}"
-    if memory.available < LEAST_MEMORY:
+    if memory.available is None:
+        yield Check("memory", "warn", finding, f"free memory cannot be read: {memory.problem}")
+    elif memory.available < LEAST_MEMORY:
         yield Check("memory", "bad", finding, "end other programs, or raise the container's limit")
     else:
         yield Check("memory", "good", finding)
-    if memory.swap_used > memory.total // 20:
+    if memory.swap_used is not None and memory.swap_used > memory.total // 20:
         finding = f"{format_bytes(memory.swap_used)} in use"
         yield Check("swap", "warn", finding, "a run that swaps crawls: free memory first")
     if memory.shared is not None and memory.shared < LEAST_SHARED:
@@ -183,10 +186,11 @@ def _judge_memory(facts: Facts) -> Iterator[Check]:
         ("disk", disk.folder, disk.free),
         ("cache disk", disk.cache_folder, disk.cache_free),
     ):
-        verdict = "bad" if free < LEAST_DISK else "good"
-        yield Check(
-            name, verdict, f"{format_bytes(free)} free at {folder}", "free space" if verdict == "bad" else ""
-        )
+        if free is None:
+            yield Check(name, "warn", f"unknown free space at {folder}", f"it cannot be read: {disk.problem}")
+            continue
+        verdict, advice = ("bad", "free space") if free < LEAST_DISK else ("good", "")
+        yield Check(name, verdict, f"{format_bytes(free)} free at {folder}", advice)
     if not measuring.high_water_mark:
         advice = "measured peaks will be upper bounds: allow writing /proc/self/clear_refs"
         yield Check("memory measurement", "warn", "the high-water mark cannot be reset", advice)

@@ -52,26 +52,28 @@ class Processor:
 class MachineMemory:
     """Bytes. ``limit``: the cgroup's limit; ``usable``: within it; ``available``: usable and free.
 
-    ``shared``: free in /dev/shm.
+    ``shared``: free in /dev/shm. ``problem`` is why ``available`` and swap are unknown, or empty.
     """
 
     total: int
-    available: int
+    available: int | None
     limit: int | None
     usable: int
-    swap_total: int
-    swap_used: int
+    swap_total: int | None
+    swap_used: int | None
     shared: int | None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Free bytes in the output folder and in the cache folder."""
+    """Free bytes in the output folder and in the cache folder. ``problem`` is why one of them is unknown, or empty."""
 
     folder: str
-    free: int
+    free: int | None
     cache_folder: str
-    cache_free: int
+    cache_free: int | None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -250,27 +252,34 @@ def _high_water_mark(proc: Path) -> int | None:
 
 
 def _memory(root: Path = Path("/")) -> MachineMemory:
-    limit, present = machine.memory_limit(root), psutil.virtual_memory()
-    swap = psutil.swap_memory()
-    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
-    usable, left = machine.usable_memory(root), machine.memory_left(root)
+    limit, usable, left = machine.memory_limit(root), machine.usable_memory(root), machine.memory_left(root)
+    shared, _ = _free(Path("/dev/shm")) if Path("/dev/shm").is_dir() else (None, "")
+    total = machine.physical_memory()
+    try:
+        present, swap = psutil.virtual_memory(), psutil.swap_memory()
+    except (OSError, KeyError, ValueError) as error:  # /proc/meminfo is missing, or has other lines
+        return MachineMemory(
+            total, None, limit, usable, None, None, shared, str(error) or type(error).__name__
+        )
     # All processes of a container share its limit, so the system may have more free memory than the container.
     available = min(int(present.available), usable if left is None else left)
-    return MachineMemory(
-        machine.physical_memory(), available, limit, usable, int(swap.total), int(swap.used), shared
-    )
+    return MachineMemory(total, available, limit, usable, int(swap.total), int(swap.used), shared)
 
 
 def _disk(folder: Path) -> Disk:
     cache = machine.cache_folder()
-    return Disk(str(folder), _free(folder), str(cache), _free(cache))
+    (free, problem), (cache_free, cache_problem) = _free(folder), _free(cache)
+    return Disk(str(folder), free, str(cache), cache_free, problem or cache_problem)
 
 
-def _free(folder: Path) -> int:
-    """Free bytes on the disk of ``folder``, or of its nearest existing parent."""
+def _free(folder: Path) -> tuple[int | None, str]:
+    """Free bytes on the disk of ``folder``, or of its nearest existing parent; None and the error where unknown."""
     absolute = folder.absolute()
-    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
-    return shutil.disk_usage(existing).free
+    try:
+        existing = next(path for path in (absolute, *absolute.parents) if path.exists())
+        return shutil.disk_usage(existing).free, ""
+    except OSError as error:
+        return None, str(error)
 
 
 def _installed(name: str) -> str | None:

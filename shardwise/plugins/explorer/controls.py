@@ -5,8 +5,9 @@ A *workload* is the training and its devices, without a strategy. A *choice* is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import read_recipe
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, candidates_of, case_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, broken_rules, candidates_of, case_of
 
 STRATEGY = "strategy."
 
@@ -106,6 +107,12 @@ class Workloads:
             return recipe
         return recipe.model_copy(update={"cluster": self._cluster(workload)})
 
+    def trainings(self) -> Iterator[Recipe]:
+        """The file's own recipe, and those of other trainings that it can have."""
+        for training in dict.fromkeys((self.own.training, *TRAININGS)):
+            with contextlib.suppress(RecipeError):
+                yield self.recipe_of(replace(self.own, training=training))
+
     def blueprint_of(self, workload: Workload) -> Blueprint:
         """The model of a workload; the same object for all devices. Raises RecipeError."""
         asked = workload.recipe_key
@@ -183,7 +190,7 @@ def controls_of(
     sizes = {max(1, int(strategy[MICRO_BATCH_SIZE] * times)) for times in TIMES} | {1}
     sizes = {size for size in sizes if size <= own.batch}
     values = {MICRO_BATCH_SIZE.key: _sorted(sizes, (other[MICRO_BATCH_SIZE] for other in others))}
-    values |= dict(_settings(workloads.recipe, workloads.cluster, others))
+    values |= dict(_settings(workloads, others, sorted(numbers - {0})))
     for setting in (MICRO_BATCH_SIZE, *(setting for technique in ORDER for setting in technique.settings)):
         if len(listed := values.get(setting.key, ())) > 1:
             made.append(Control(STRATEGY + setting.key, setting.key.replace("_", " "), listed))
@@ -195,31 +202,60 @@ def _sorted(values: Iterable[int], others: Iterable[int]) -> tuple[int, ...]:
 
 
 def _settings(
-    recipe: Recipe, cluster: Cluster, strategies: Sequence[Strategy]
+    workloads: Workloads, strategies: Sequence[Strategy], worlds: Sequence[int]
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Values of every setting: those of the strategies, and all that a plan may choose or compare.
 
-    Some settings have candidates only where another is not at its default, such as the schedule of a pipeline.
+    Some settings have candidates only where another is not at its default, such as the schedule of a pipeline. Values
+    that rules forbid for every training and number of devices are left out, such as those of experts of a dense model.
     """
-    first = strategies[0]
+    recipe, cluster, first = workloads.recipe, workloads.cluster, strategies[0]
+    recipes = list(workloads.trainings())
+    all_settings = [setting for technique in ORDER for setting in technique.settings]
     cases = [first]
-    for technique in ORDER:
-        for setting in technique.settings:
-            values = values_next_to(setting, first, recipe, cluster)
-            cases += [
-                first.with_values(**{setting.key: value}) for value in values if value != first[setting]
-            ]
-    for technique in ORDER:
-        for setting in technique.settings:
-            listed = [strategy[setting] for strategy in strategies]
-            listed += [value for case in cases for value in values_next_to(setting, case, recipe, cluster)]
-            listed += extra(setting)
-            alike = [value for value in setting.alike if value != first[setting]]
-            same = alike if first[setting] in setting.alike else []
-            values = [value for value in dict.fromkeys(listed) if value not in same]
-            if all(type(value) is int for value in values):
-                values.sort()
-            yield setting.key, tuple(values)
+    for setting in all_settings:
+        next_to = values_next_to(setting, first, recipe, cluster)
+        cases += [first.with_values(**{setting.key: value}) for value in next_to if value != first[setting]]
+    values = {setting: _listed(setting, cases, strategies, recipe, cluster) for setting in all_settings}
+    changed = [first.with_values(**{key.key: value}) for key in all_settings for value in values[key]]
+    for setting in all_settings:
+        own = {strategy[setting] for strategy in strategies}
+        possible = [
+            value
+            for value in values[setting]
+            if value in own or _is_possible(setting.key, value, changed, recipes, worlds)
+        ]
+        if all(type(value) is int for value in possible):
+            possible.sort()
+        yield setting.key, tuple(possible)
+
+
+def _listed(
+    setting: Setting[Any],
+    cases: Sequence[Strategy],
+    strategies: Sequence[Strategy],
+    recipe: Recipe,
+    cluster: Cluster,
+) -> list[Any]:
+    """Values of a setting: those of the strategies first. Of values that are alike only the chosen one."""
+    chosen = strategies[0][setting]
+    listed = [strategy[setting] for strategy in strategies]
+    listed += [value for case in cases for value in values_next_to(setting, case, recipe, cluster)]
+    same = [value for value in setting.alike if value != chosen] if chosen in setting.alike else []
+    return [value for value in dict.fromkeys([*listed, *extra(setting)]) if value not in same]
+
+
+def _is_possible(
+    key: str, value: object, strategies: Sequence[Strategy], recipes: Sequence[Recipe], worlds: Sequence[int]
+) -> bool:
+    """Whether one of the strategies with this value breaks no rule, for a recipe and a number of devices."""
+    changed = [strategy.with_values(**{key: value}) for strategy in strategies]
+    return any(
+        next(broken_rules(strategy, world, recipe), None) is None
+        for strategy in changed
+        for recipe in recipes
+        for world in worlds
+    )
 
 
 def values_next_to(

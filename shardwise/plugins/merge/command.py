@@ -16,7 +16,9 @@ def command(
     base: Annotated[
         str, typer.Argument(help="folder or Hub id of a model; with --undo a merged one", metavar="BASE")
     ],
-    adapter: Annotated[Path, path_argument("folder of an adapter in PEFT's format", "ADAPTER")],
+    adapter: Annotated[
+        Path, path_argument("folder of an adapter in PEFT's format, or of a run that trained one", "ADAPTER")
+    ],
     out: Annotated[Path, path_argument("folder to write", "OUT")],
     dtype: Annotated[
         Dtype | None, typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the base's")

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from shardwise.checkpoint.adapter import adapter_folder
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError
@@ -161,7 +162,7 @@ def _in_dtype(dtypes: Mapping[str, torch.dtype], dtype: str | None) -> dict[str,
 
 def _base_and_adapter(source: str, adapter: Path) -> _Pair:
     """Raises CheckpointError for an adapter that is damaged or of another model."""
-    files = AdapterFiles(adapter)
+    files = AdapterFiles(adapter_folder(adapter))
     base = HuggingFaceModel(source, 1, objective=None)
     with torch.device("meta"):
         model = base.build()

@@ -82,7 +82,9 @@ def law_text(law: ParametricLaw, points: Sequence[tuple[str, float, float, float
 
 def _law_from(name: str, values: Mapping[str, Any]) -> Law:
     """The law in a file's values. Raises KeyError, TypeError or ValueError."""
-    source = str(values["source"])
+    source = values["source"]
+    if not isinstance(source, str) or not source.strip():
+        raise ValueError(f"source must be text that says where the figures are from, found {source!r:.40}")
     fitted = _fitted_range(values["range"]) if "range" in values else None
     match values["kind"]:
         case "parametric":
@@ -101,7 +103,7 @@ def _parametric_law(name: str, values: Mapping[str, Any]) -> ParametricLaw:
     fitted = _fitted_range(values["range"]) if "range" in values else None
     numbers = {key: _positive(values["coefficients"][key], key) for key in COEFFICIENTS}
     intervals = {key: _low_and_high(pair, key) for key, pair in dict(values.get("intervals", {})).items()}
-    return ParametricLaw(name, str(values["source"]), **numbers, fitted=fitted, intervals=intervals)
+    return ParametricLaw(name, values["source"], **numbers, fitted=fitted, intervals=intervals)
 
 
 def _power_law(name: str, source: str, values: Mapping[str, Any], fitted: FittedRange | None) -> PowerLaw:

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.run_folder import ADAPTER
+from shardwise.checkpoint.adapter import adapter_folder
 from shardwise.core.errors import CheckpointError
 from shardwise.model.expert_lora import EXPERT_A, EXPERT_B, EXPERT_MAGNITUDE, expert_adapter
-from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
+from shardwise.model.files.peft import TENSORS, AdapterFiles
 from shardwise.model.lora import MAGNITUDE, A, B, is_adapter
 from shardwise.recipe.sections import AdapterSpec
 
@@ -103,8 +103,7 @@ def open_adapter(name: str, folder: Path) -> ServedAdapter:
     """
     if not folder.is_dir():
         raise CheckpointError("no such adapter", where=str(folder), why="there is no such folder")
-    if not (folder / CONFIG).is_file() and (folder / ADAPTER / CONFIG).is_file():
-        folder = folder / ADAPTER
+    folder = adapter_folder(folder)
     files = AdapterFiles(folder)
     spec, where = files.spec("all"), str(folder / TENSORS)
     shapes = {name: shape for name, shape in files.shapes.items() if is_adapter(name)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import DataError, RecipeError
+from shardwise.core.json_file import read_text
 from shardwise.plugins.serve.sampling import OPTIONS, Sampling
 
 
@@ -33,12 +34,9 @@ class Request:
 
 def read_requests(path: Path, sampling: Sampling) -> list[Request]:
     """The requests of a file. Raises DataError, with the line, if the file is missing or malformed."""
-    try:
-        lines = path.read_text(encoding="utf-8").split(
-            "\n"
-        )  # str.splitlines also splits at characters that JSON strings may contain
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError("the requests cannot be read", where=str(path), why=str(error)) from error
+    lines = read_text(path).split(
+        "\n"
+    )  # str.splitlines also splits at characters that JSON strings may contain
     requests = list(_requests(path, lines, sampling))
     if not requests:
         raise DataError("there are no requests", where=str(path), fix='give lines such as {"prompt": "..."}')

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.core.errors import NumericsError, RecipeError, one_of
+from shardwise.core.errors import DataError, NumericsError, RecipeError, one_of
 from shardwise.core.paths import path_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.plugins.serve.adapters import open_adapter
@@ -140,7 +140,11 @@ class ServedModel:
         adapter = self._as_it_is if request.adapter is None else request.adapter
         self.bank.require(adapter, where)
         tokenizer, context = self._opened.tokenizer, self._opened.context
-        ids = _prompted(tokenizer, request.prompt)
+        try:
+            ids = _prompted(tokenizer, request.prompt)
+        except DataError as error:
+            error.where = f"{where}: {error.where}"
+            raise
         if context is not None and len(ids) > context:
             raise RecipeError(
                 "the prompt is longer than the model's context",

@@ -116,8 +116,10 @@ class VocabularyRows:
     def before(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *rest = args
         start, stop = self.ranks.span(module.num_embeddings)
-        self._elsewhere = (ids < start) | (ids >= stop)
-        # Others' ids look up row 0; ``after`` puts zeros in the place of the results.
+        known = (ids >= 0) & (ids < module.num_embeddings)
+        self._elsewhere = ((ids < start) | (ids >= stop)) & known
+        # Others' ids look up row 0; ``after`` puts zeros in the place of the results. An id of no rank stays out of
+        # range, and the lookup raises as in one process.
         return ((ids - start).masked_fill(self._elsewhere, 0), *rest)
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:

@@ -132,6 +132,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="pipeline_parallel",
+        reason="evaluation.noise_scale compares gradients of single micro-batches, and stages pass several at once",
+        broken=_pipelined(lambda case: case.recipe.evaluation.noise_scale),
+        nearest=lambda case: {"pipeline_parallel": 1},
+    ),
+    Rule(
+        key="pipeline_parallel",
         reason="every stage needs a block of the model",
         broken=_too_many_stages,
         nearest=_fewer_stages,

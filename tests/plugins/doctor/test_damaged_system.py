@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from shardwise.plugins.calibration import other_work
 from shardwise.plugins.doctor import inspection
+from shardwise.plugins.doctor.checks import examine
 
 
 def raising(error: Exception) -> Any:
@@ -34,3 +39,25 @@ def test_a_system_without_a_load_average_has_a_load_of_zero(monkeypatch: pytest.
 def test_a_hostname_that_cannot_be_encoded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "bind", raising(UnicodeError("label too long")))
     assert inspection.loopback_problem("x" * 80) == "label too long"
+
+
+def test_memory_and_disks_that_cannot_be_read_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denied = PermissionError(13, "Permission denied", "/proc/meminfo")
+    monkeypatch.setattr(psutil, "virtual_memory", raising(denied))
+    monkeypatch.setattr(shutil, "disk_usage", raising(OSError(5, "Input/output error", "/run")))
+    diagnosis = examine(tmp_path, measure=False)
+    told = {check.name: (check.verdict, check.found, check.advice) for check in diagnosis.checks}
+    verdict, found, advice = told["memory"]
+    assert verdict == "warn" and found.startswith("unknown available of ")
+    assert "/proc/meminfo" in advice and "cannot be read" in advice
+    for name in ("disk", "cache disk"):
+        verdict, found, advice = told[name]
+        assert verdict == "warn" and "unknown" in found and "Input/output error" in advice
+    assert diagnosis.data()["facts"]["memory"]["available"] is None
+
+
+def test_a_system_that_does_not_tell_its_load_has_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_times", raising(FileNotFoundError(2, "No such file", "/proc/stat")))
+    assert not other_work.OtherWork().is_much()

@@ -78,6 +78,15 @@ def base(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
+def test_the_folder_of_a_run_stands_for_the_adapter_that_it_trained(base: Any, tmp_path: Path) -> None:
+    folder = base("llama")
+    written_by_peft(folder, tmp_path / "run" / "adapter", "lora")
+    for number, adapter in enumerate((tmp_path / "run", tmp_path / "run" / "adapter")):
+        merge_adapter(str(folder), adapter, tmp_path / f"merged-{number}")
+    one, two = (load_file(tmp_path / f"merged-{number}" / "model.safetensors") for number in (0, 1))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_merged_is_what_peft_merges_and_unmerged_the_base(

@@ -160,6 +160,11 @@ def test_every_published_law_cites_its_paper() -> None:
         ("alpha = 0.3478", "alpha = nan", "alpha must be a positive number, found nan"),
         ("alpha = 0.3478", f"alpha = 1{'0' * 400}", "alpha must be a positive number, found 1000"),
         ("[coefficients]", "x = " + "[" * 5000 + "]" * 5000 + "\n[coefficients]", "recursion"),
+        (
+            'source = "',
+            'source = ""  # "',
+            "source must be text that says where the figures are from, found ''",
+        ),
         ("[coefficients]", "intervals = 3\n[coefficients]", "not iterable"),
         ('kind = "parametric"', 'kind = "cubic"', "kind must be parametric, table or ratio, found 'cubic'"),
         ("flops = [6e18, 3e21]", "flops = 6e18", "range.flops must be two numbers"),

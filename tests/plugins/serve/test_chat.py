@@ -134,6 +134,19 @@ def test_the_opening_is_that_of_transformers() -> None:
     assert found == theirs and found.endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # UTF-8 and C locales
+def test_a_line_that_is_not_utf8_is_refused(
+    errors: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = io.BytesIO(b"/help\na\xff\xfeb\n/adapters\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(lines, encoding="utf-8", errors=errors))
+    assert run(["chat", str(folder / "base"), "--tokenizer", "bytes", "--device", "cpu"]) == 0
+    shown = capsys.readouterr()
+    assert "/clear" in shown.out and shown.out.endswith("base\n")
+    told = "error: a line is not text (standard input:2): it is not UTF-8; write it in UTF-8"
+    assert told in shown.err.splitlines()
+
+
 def test_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

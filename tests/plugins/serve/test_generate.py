@@ -119,7 +119,13 @@ CASES: list[tuple[list[str], str, int, str]] = [
     (["--requests", "{}/r"], '{"text": ""}', 3, "no prompt"),
     (["--requests", "{}/r"], '{"prompt": "", "temprature": 1}', 3, "temprature"),
     (["--requests", "{}/r"], '{"prompt": "", "top_k": -1}', 3, "r:1"),
-    (["--requests", "{}/r"], '{"prompt": "\\ud800"}', 3, "text is not Unicode"),
+    (["--requests", "{}/r"], '{"prompt": "\\ud800"}', 3, "r:1: character 0 of"),
+    (
+        ["--prompt", "a\udcff"],
+        "",
+        3,
+        "request 1: character 1 of 'a\\udcff'): surrogates not allowed; write it in UTF-8",
+    ),
     (["--device", "meta"], "", 2, "no device 'meta'"),
     (["--requests", "{}/r"], '{"prompt": "", "adapter": "who"}', 2, "no adapter is named 'who'"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -59,12 +61,20 @@ def command(
 
 
 def _user_lines() -> Iterator[str]:
-    """What the user writes, until the end of the input."""
-    while True:
+    """What the user writes, until the end of the input. A line that is not UTF-8 is refused, and the next one read."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for number in itertools.count(1):
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
+            line.encode("utf-8")
         except EOFError:
             return
+        except UnicodeEncodeError:
+            where, fix = f"standard input:{number}", "write it in UTF-8"
+            error = DataError("a line is not text", where=where, why="it is not UTF-8", fix=fix)
+            typer.echo(error.line(), err=True)
+            continue
         if line:
             yield line
 
