@@ -228,9 +228,10 @@ def _shard(site: Site, reshard: bool) -> None:
     """Make FSDP groups of modules with axes of their own, of the blocks, of the head, and of the rest."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    from shardwise.runtime.parallel.shard_slices import shard_dim
     from shardwise.runtime.torch_private_fsdp import fsdp_integers, fsdp_skip_ungathered
 
-    dtypes, view = site.options.dtypes, site.view
+    dtypes, view, on_host = site.options.dtypes, site.view, site.options.weights_on_host
     _refuse_shared_weights(view.model, view.blocks)
     _refuse_scaled_rows(view.model)
     precision = MixedPrecisionPolicy(
@@ -241,7 +242,6 @@ def _shard(site: Site, reshard: bool) -> None:
     # The block has cast its inputs already; routing weights, inputs of experts, stay in fp32.
     within = replace(precision, cast_forward_inputs=False)
     pinned = site.context.mesh.device_type != HOST.torch_type
-    on_host = site.options.weights_on_host
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
     mesh = _mesh(site)
     meshes = {axes: _mesh(site, axes) for axes in dict.fromkeys(view.own_axes.values())}
@@ -261,6 +261,7 @@ def _shard(site: Site, reshard: bool) -> None:
                 mp_policy=policy,
                 offload_policy=offload,
                 reshard_after_forward=reshard,
+                shard_placement_fn=shard_dim(over.size(-1)),
                 ignored_params=as_stored,
             )
             # A rank that is alone has nothing to sum, and FSDP2 would divide a copy of its gradients by 1.

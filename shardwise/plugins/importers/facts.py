@@ -127,6 +127,8 @@ def _loss_scale(draft: Draft) -> None:
         draft.put("loss_scale.dynamic", True, "loss_scale")
     if power is not None and not scale:
         draft.put("loss_scale.initial", 2.0 ** min(power, 100), "scale_power")
+    if not draft.facts.get("engine_scales"):
+        draft.put("loss_scale.hysteresis", 1, "fp16")  # torch's GradScaler; DeepSpeed's and Megatron's is 2
 
 
 _ADAMW = re.compile(
@@ -155,6 +157,11 @@ def _optimizer_facts(draft: Draft) -> None:
             draft.lose(fact, f"there is no {name} among {', '.join(own)}; adamw is used{_FACTORY}")
     if draft.values.get("optimizer.name") == "sgd" and "optimizer.momentum" not in draft.values:
         draft.put("optimizer.momentum", 0.0, fact)  # torch's
+    every = facts.get("decays_norms") or any(
+        key.endswith("optimizer.type") for key in draft.keys.get(fact, ())
+    )
+    if every and draft.number("optimizer.weight_decay") and not facts.get("enables:adapter"):
+        draft.notes["optimizer.weight_decay"] = "of matrices alone; there of norms and biases, too"
     if "beta1" in facts and "beta2" in facts and draft.values.get("optimizer.name") != "sgd":
         draft.put("optimizer.betas", [facts["beta1"], facts["beta2"]], "beta1", "beta2")
     clips = [*draft.keys.get("clip_norm", []), *draft.autos.get("clip_norm", [])]

@@ -13,6 +13,9 @@ def length(draft: Draft) -> None:
     """Steps or epochs. A schedule that ends elsewhere than the run is another training, and refused or lost."""
     steps, epochs, tokens = (draft.number(name) for name in ("max_steps", "epochs", "max_tokens"))
     schedule = draft.number("schedule_steps")
+    if draft.values.get("data.sequence_length") == "whole":
+        draft.lose("data.sequence_length", "null cuts no text; here data.too_long cuts, drops or splits them")
+        draft.drop("data.sequence_length")
     draft.assume("data.sequence_length", 2048)
     said = [name for name in ("max_steps", "epochs") if draft.is_said(name) and draft.number(name)]
     if draft.facts.get("first_end") and len(said) == 2:

@@ -46,8 +46,8 @@ class LiveRun:
         return self._page[1]
 
     def now(self, stamp: str) -> str | None:
-        """The changes since ``stamp``, as JSON; None if nothing. Raises DataError."""
-        whole, changed = self._stamp(_PAGE), self._stamp(_CHANGES)
+        """The changes since ``stamp``, as JSON; None if nothing. That no step has finished is one. Raises DataError."""
+        whole, changed = self._stamp(_PAGE), f"{self._stamp(_CHANGES)}_{self._age() // STALE:.0f}"
         if stamp == f"{whole}.{changed}":
             return None
         run = self._read()
@@ -78,10 +78,17 @@ class LiveRun:
             steps = run.settings().steps
         except ShardwiseError:
             return f"Step {done}."
-        age = time.time() - (self.folder / "metrics.jsonl").stat().st_mtime
+        age = self._age()
         if age > max(STALE, 10 * spent):
             return f"Step {done} of {steps}. No step has finished for {format_seconds(age)}."
         return f"Step {done} of {steps}, {format_seconds((steps - done) * spent)} left."
+
+    def _age(self) -> float:
+        """Seconds since the last step was written; 0 before the first."""
+        try:
+            return max(0.0, time.time() - (self.folder / "metrics.jsonl").stat().st_mtime)
+        except OSError:
+            return 0.0
 
     def _stamp(self, names: tuple[str, ...]) -> str:
         """Changes when one of these files does."""

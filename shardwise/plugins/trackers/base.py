@@ -30,9 +30,14 @@ def first_name(folder: Path, run: Mapping[str, Any], name: str) -> str:
     remembered = folder / "run_id"
     if remembered.exists() and run["step"]:
         return remembered.read_text(encoding="utf-8")
-    folder.mkdir(parents=True, exist_ok=True)
-    remembered.write_text(name, encoding="utf-8")
+    remember(folder, name)
     return name
+
+
+def remember(folder: Path, name: str) -> None:
+    """The tracker's own name of the run, for the process that resumes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run_id").write_text(name, encoding="utf-8")
 
 
 def name_of(run: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.plugins.trackers.base import first_name, flat, name_of, project
+from shardwise.plugins.trackers.base import first_name, flat, name_of, project, remember
 from shardwise.trainer.tracking import RunTracker
 
 
@@ -19,9 +19,12 @@ class TrackioTracker(RunTracker):
             project=os.environ.get("TRACKIO_PROJECT", project()),
             name=first_name(folder, run, name_of(run)),
             config=dict(flat(run["recipe"])),
-            resume="allow",
+            resume="allow"
+            if run["step"]
+            else "never",  # one database for all folders, also those of equal names
             embed=False,
         )
+        remember(folder, self._run.name)  # Trackio gives another name where one is taken
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ class WandbTracker(RunTracker):
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
-        path = str(Path(run["folder"]).resolve())
         settings = wandb.Settings(silent=True, console="off")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", project()),
             name=name_of(run),
-            id=first_name(folder, run, hashlib.sha256(path.encode()).hexdigest()[:12]),
+            id=first_name(folder, run, secrets.token_hex(6)),
             resume="allow",
             dir=str(folder),
             config=dict(run["recipe"]),

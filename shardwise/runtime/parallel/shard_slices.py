@@ -10,7 +10,7 @@ order of their creation: FSDP2 cuts after tensor parallelism, but lists itself f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 from torch import Tensor, nn
@@ -46,6 +46,16 @@ def local_part(tensor: Tensor) -> Tensor:
 def is_divided(tensor: Tensor) -> bool:
     """Whether ranks hold parts of it."""
     return isinstance(tensor, DTensor)
+
+
+def shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """For FSDP2, the dim to divide: the second of stacked experts that are fewer than the ranks; None is the first."""
+
+    def dim(parameter: nn.Parameter) -> Shard | None:
+        shape = local_part(parameter).shape
+        return Shard(1) if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0 else None
+
+    return dim
 
 
 def local_slices(tensor: Tensor) -> Slices:

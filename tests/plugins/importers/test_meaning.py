@@ -343,3 +343,61 @@ def test_odd_values_are_rows_or_one_line(tmp_path: Path, name: str, content: dic
 def test_a_name_that_is_too_long_for_a_file_is_no_file() -> None:
     assert not is_foreign(Path("a" * 400 + ".json"))
     assert recipe_file("a" * 400) == Path("a" * 400)
+
+
+def test_no_longest_length_is_said_and_is_not_the_default(tmp_path: Path) -> None:
+    made = convert(tmp_path, {"t.json": SFT | {"max_length": None}})
+    assert row(made, "max_length").status == "no equivalent"
+    assert (
+        row(made, "data.sequence_length").status == "assumed" and value(made, "data.sequence_length") == 2048
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({"t.json": TRAINER | {"fp16": True}}, 1),
+        ({"t.json": TRAINER | {"fp16": True, "deepspeed": {"zero_optimization": {"stage": 2}}}}, None),
+        ({"a.yml": {"distributed_type": "NO", "mixed_precision": "fp16"}}, 1),
+        ({"a.yml": {"distributed_type": "DEEPSPEED", "mixed_precision": "fp16"}}, None),
+        ({"t.json": TRAINER | {"bf16": True}}, None),
+    ],
+)
+def test_the_loss_scale_shrinks_when_theirs_does(
+    tmp_path: Path, files: dict[str, Any], wanted: int | None
+) -> None:
+    """At the first overflow in torch's GradScaler, at the second of DeepSpeed's, as of a recipe."""
+    assert value(convert(tmp_path, files), "loss_scale.hysteresis") == wanted
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"t.toml": '[job]\n[model]\n[training]\n[parallelism]\n[optimizer]\nname = "AdamW"\n'}, True),
+        (
+            {
+                "d.json": {
+                    "train_batch_size": 8,
+                    "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+                }
+            },
+            True,
+        ),
+        (
+            {
+                "d.json": {
+                    "train_batch_size": 8,
+                    "optimizer": {"type": "AdamW", "params": {"weight_decay": 0}},
+                }
+            },
+            False,
+        ),
+        (
+            {"t.json": TRAINER | {"weight_decay": 0.1, "deepspeed": {"zero_optimization": {"stage": 2}}}},
+            False,
+        ),
+    ],
+)
+def test_decay_of_norms_is_said(tmp_path: Path, files: dict[str, Any], said: bool) -> None:
+    made = convert(tmp_path, files)
+    assert ("optimizer.weight_decay" in {other.key for other in made.of("assumed")}) is said

@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +166,39 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     [spike] = [row for row in rows if "event/spike" in row]
     assert spike["step"] == 2 and "<b>once</b>" in spike["event"]
+
+
+class Library(ModuleType):
+    """Stands for wandb and trackio: notes what opens a run, and gives another name where one is taken."""
+
+    def __init__(self) -> None:
+        super().__init__("library")
+        self.Settings = dict
+        self.opened: list[dict[str, Any]] = []
+
+    def init(self, **settings: Any) -> SimpleNamespace:
+        taken = settings["resume"] == "never" and settings["name"] in {run["name"] for run in self.opened}
+        settings["name"] += f"-{len(self.opened)}" if taken else ""
+        self.opened.append(settings)
+        nothing = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
+        return SimpleNamespace(name=settings["name"], summary={}, **nothing)
+
+
+@pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name")])
+def test_a_new_run_continues_none_and_a_resumed_one_its_own(
+    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of one name, and a folder that is deleted and trained into again."""
+    library = Library()
+    monkeypatch.setitem(sys.modules, name, library)
+    for folder in (tmp_path / "a" / "tuned", tmp_path / "b" / "tuned"):
+        tracked([name], folder)
+    tracked([name], tmp_path / "a" / "tuned", first=3)
+    tracked([name], tmp_path / "b" / "tuned", first=3)
+    shutil.rmtree(tmp_path / "a")
+    tracked([name], tmp_path / "a" / "tuned")
+    one, other, one_resumed, other_resumed, again = (run[key] for run in library.opened)
+    assert (one_resumed, other_resumed) == (one, other) and len({one, other, again}) == 3
 
 
 def test_one_that_fails_is_one_warning_and_the_others_go_on(
