@@ -23,7 +23,7 @@ from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
 from shardwise.model.files.peft_experts import is_rewritten, with_patterns
 from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
-from shardwise.model.initial import fill_stack, fill_uniform
+from shardwise.model.initial import fill_uniform
 from shardwise.model.lora import (
     A,
     B,
@@ -329,8 +329,7 @@ class AdaptedModel(Blueprint):
             if self.start is not None and name in self._trained and name in self.start.shapes:
                 self.start.read_into(parameter, name)
             elif (side := side_of(name)) == A:
-                fill = fill_uniform if parameter.dim() == 2 else fill_stack
-                fill(parameter, 1 / math.sqrt(parameter.shape[-1]), seed, name)
+                fill_uniform(parameter, 1 / math.sqrt(parameter.shape[-1]), seed, name)
             elif side == B:
                 local_part(parameter).zero_()
         fill_packed(model, self.base, seed, self.spec.loftq_iterations)

@@ -42,13 +42,6 @@ def fill_uniform(tensor: Tensor, bound: float, seed: int, name: str) -> None:
     _fill(tensor, lambda tile, chance: tile.uniform_(-bound, bound, generator=chance), seed, name)
 
 
-def fill_stack(stack: Tensor, bound: float, seed: int, name: str) -> None:
-    """As ``fill_uniform``, for the matrices [e, rows, columns] of a stack that is divided by whole matrices."""
-    numbers = local_slices(stack)[0]
-    for number, matrix in zip(range(numbers.start, numbers.stop), local_part(stack), strict=True):
-        fill_uniform(matrix, bound, seed, f"{name}.{number}")
-
-
 @torch.no_grad()
 def _fill(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], seed: int, name: str) -> None:
     *stack, rows, columns = local_slices(tensor)

@@ -228,7 +228,7 @@ def _shard(site: Site, reshard: bool) -> None:
     """Make FSDP groups of modules with axes of their own, of the blocks, of the head, and of the rest."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from shardwise.runtime.parallel.shard_slices import shard_dim
+    from shardwise.runtime.parallel.shard_slices import shard_dims
     from shardwise.runtime.torch_private_fsdp import fsdp_integers, fsdp_skip_ungathered
 
     dtypes, view, on_host = site.options.dtypes, site.view, site.options.weights_on_host
@@ -261,7 +261,7 @@ def _shard(site: Site, reshard: bool) -> None:
                 mp_policy=policy,
                 offload_policy=offload,
                 reshard_after_forward=reshard,
-                shard_placement_fn=shard_dim(over.size(-1)),
+                shard_placement_fn=shard_dims(group, over.size(-1)),
                 ignored_params=as_stored,
             )
             # A rank that is alone has nothing to sum, and FSDP2 would divide a copy of its gradients by 1.

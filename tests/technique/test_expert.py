@@ -128,6 +128,49 @@ def test_native_mixtures_train_as_one_plain_process(mixes: list[dict[str, Any]],
     parity.all_pass(*(Trial(recipe, 4, FIXED | {"zero_stage": 2} | mix) for mix in mixes))
 
 
+FEW = NATIVE | {"experts": 2}
+ROWS: list[Any] = [
+    {"zero_stage": 3, "expert_parallel": 1},
+    {"zero_stage": 2},
+]
+MORE_ROWS: list[Any] = [
+    {"zero_stage": 1, "expert_parallel": 1},
+    {"zero_stage": 3, "activation_checkpointing": "full"},
+    {"zero_stage": 3, "replicate": 2, "expert_parallel": 1},
+    {"zero_stage": 3, "tensor_parallel": 2, "expert_parallel": 1},
+    {"zero_stage": 2, "offload": "optimizer+parameters", "expert_parallel": 1},
+    {"zero_stage": 3, "compile": "block", "expert_parallel": 1},
+]
+
+
+@pytest.mark.parametrize("mixes", [ROWS, pytest.param(MORE_ROWS, marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.long)])
+def test_more_ranks_than_experts_divide_their_rows(
+    mixes: list[dict[str, Any]], optimizer: str, parity: Parity
+) -> None:
+    """The gate and up projections [2, 96, 32] of two experts, and the down projections [2, 32, 48], on four ranks."""
+    values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}
+    recipe = recipe_of({"model": FEW, "optimizer": {"name": optimizer}, **values}, SETTINGS)
+    mixes = [
+        mix for mix in mixes if optimizer == "adamw" or "tensor_parallel" not in mix
+    ]  # rows are too narrow
+    parity.all_pass(*(Trial(recipe, 4, FIXED | mix) for mix in mixes))
+
+
+def test_every_rank_holds_as_much_of_few_experts() -> None:
+    """Sixteen of them on 64 ranks: a whole one each on some would be four times as much."""
+    model = NATIVE | {"experts": 16, "layers": 4, "width": 128, "expert_ffn": 256}
+    recipe = recipe_of(
+        {"model": model, "data": {"sequence_length": 16}, "steps": 1, "batch_size": 64,
+         "cluster": {"preset": "8xH100-80GB", "nodes": 8}}, SETTINGS,
+    )  # fmt: skip
+    cluster, strategy = cluster_of(recipe.cluster), strategy_from({"zero_stage": 3, "precision": "fp32"})
+    whole = blueprint_of(recipe).parameter_count() * 4
+    for rank in (0, 63):
+        run = dry_run(recipe, blueprint_of(recipe), strategy, cluster, rank=rank)
+        assert run.peaks["optimizer"].ledger.optimizer_state == pytest.approx(2 * whole / 64, rel=0.05)
+
+
 def test_a_stage_of_a_pipeline_may_have_no_experts(parity: Parity) -> None:
     """As of models whose first layers are dense."""
     values = {"data": {"source": EVEN, "sequence_length": 16}, "steps": 20, "batch_size": 8}

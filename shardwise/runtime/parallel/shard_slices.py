@@ -10,7 +10,7 @@ order of their creation: FSDP2 cuts after tensor parallelism, but lists itself f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from shardwise.runtime.torch_private import is_strided_shard
 
 Slices = tuple[slice, ...]
 """One slice per dim of the global tensor."""
+
+ALIGNED = 128
+"""Values of a row that stay on one rank: 8-bit moments share a scale among as many."""
 
 # Name prefixes added by activation checkpointing, torch.compile and pipeline stages.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_stage\d+)\.")
@@ -48,12 +51,28 @@ def is_divided(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def shard_dim(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """For FSDP2, the dim to divide: the second of stacked experts that are fewer than the ranks; None is the first."""
+def shard_dims(
+    modules: nn.Module | Sequence[nn.Module], ranks: int
+) -> Callable[[nn.Parameter], Shard | None]:
+    """For FSDP2, the dim of a parameter to divide over ranks; None is the first.
+
+    It is the second of stacks of matrices, such as experts, that are fewer than the ranks. FSDP2 pads the first dim, so
+    ranks beyond the number of matrices would hold nothing, and the others a whole one each. Other dims must be divided
+    evenly, and cost a copy of what is gathered and reduced. Modules that also have adapters or packed codes are left
+    out: these are filled one whole matrix after the other.
+    """
+    stacks = set()
+    for module in nn.ModuleList([modules] if isinstance(modules, nn.Module) else modules).modules():
+        own = list(module.parameters(recurse=False))
+        if len({p.requires_grad for p in own}) == 1 and all(p.is_floating_point() for p in own):
+            stacks |= {parameter for parameter in own if parameter.ndim == 3}
 
     def dim(parameter: nn.Parameter) -> Shard | None:
-        shape = local_part(parameter).shape
-        return Shard(1) if len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0 else None
+        if parameter not in stacks:
+            return None
+        matrices, rows, columns = local_part(parameter).shape
+        divided = matrices < ranks and rows % ranks == 0 and rows // ranks * columns % ALIGNED == 0
+        return Shard(1) if divided else None
 
     return dim
 
