@@ -221,6 +221,7 @@ class Predictor:
             False,
             tensors + overhead,
             tensors,
+            composed.ledger.activations,
             int(composed.host.total * states),
             composed.time.seconds,
             composed.time.split,
@@ -231,17 +232,19 @@ class Predictor:
     def relative(self, strategy: Strategy, known: Estimate) -> Estimate:
         """The estimate of a strategy from ``known``, by how both differ without what costs seconds once; recorded.
 
-        Such values, such as compiled blocks, take seconds to count. Where one strategy has pipeline stages, bytes are
-        taken in proportion, else by their difference. Raises NotComposable.
+        Such values, such as compiled blocks, take seconds to count. They save activations: the same part of those that
+        the other strategy keeps. Where one has pipeline stages, it is a part of all bytes. Raises NotComposable.
         """
         if strategy in self._predictions:
             return self.estimate(strategy)
         plain, plain_known = map(without_one_time_costs, (strategy, known.strategy))
         other, mine = self._comparable(plain), self._comparable(plain_known)
         staged = any(has_stages(self.layout(candidate)) for candidate in (strategy, known.strategy))
-        tensors = known.tensors + other.tensors - mine.tensors
+        # A neighbour keeps up to twice as much; more is relative to a peak that keeps next to nothing.
+        part = min(other.activations / max(1, mine.activations), 2.0)
         if staged:
-            tensors = int(known.tensors * (other.tensors / mine.tensors))
+            part = other.tensors / mine.tensors
+        tensors = int(other.tensors - (mine.tensors - known.tensors) * part)
         ratio = known.seconds / mine.seconds
         if plain == strategy and plain_known != known.strategy:  # the one-time cost itself is what differs
             tensors, ratio = other.tensors, 1.0

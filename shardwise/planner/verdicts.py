@@ -32,6 +32,7 @@ class Estimate:
         bytes: of the device; without fragmentation unless ``exact``.
         tensors: the part of them that is neither overhead nor fragmentation.
         host_bytes: of host memory, where that is another than the device's.
+        activations: the part of ``tensors`` that passes keep, at the peak.
         computing, updating: seconds of the kernels of all passes, and of the optimizer phase; 0 unless composed.
         retries: times in a step that the allocator empties its cache to make room.
         note: where the memory is exceeded, or what the allocator meets.
@@ -41,6 +42,7 @@ class Estimate:
     exact: bool
     bytes: int
     tensors: int
+    activations: int
     host_bytes: int
     seconds: float
     split: Mapping[str, float]
@@ -84,6 +86,7 @@ class Verdicts:
             True,
             ledger.total,
             ledger.total - ledger.overhead - ledger.fragmentation,
+            ledger.activations,
             prediction.host.total,
             step.seconds,
             step.split,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 from shardwise.checkpoint.checkpoint import latest, restore, save_checkpoint
 from shardwise.checkpoint.saved_weights import load_weights
@@ -89,6 +90,30 @@ def test_one_process_reads_the_whole_weights_of_any_layout(sources: dict[Path, d
     for folder, expected in sources.items():
         weights = {name: tensor for name, tensor in expected.items() if not name.startswith("optimizer/")}
         assert equal(load_weights(folder / "step-1"), weights)
+
+
+EXPERTS: dict[str, Any] = {**MODEL, "experts": 2, "expert_ffn": 128, "balance_loss": 0.0}
+
+
+def saved_by_rows(folder: Path) -> dict[str, Tensor]:
+    """A mixture on more ranks than it has experts: ZeRO divides the rows of each."""
+    run = make_run(3, model=EXPERTS)
+    assert any(p.dim() == 3 and p.placements == (Shard(1),) for p in run.model.parameters())  # type: ignore[attr-defined]
+    train(run, range(1))
+    save_checkpoint(run, TrainState(1, 0), folder, 1)
+    return whole(run)
+
+
+def read_by_experts(folder: Path, expected: dict[str, Tensor]) -> bool:
+    run = make_run(3, model=EXPERTS)
+    restore(run, folder)
+    return equal(whole(run), expected)
+
+
+def test_rows_of_experts_are_read_by_other_numbers_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    expected, *_ = pool.run(4, saved_by_rows, tmp_path)
+    for world_size in (1, 2, 4):
+        assert all(pool.run(world_size, read_by_experts, tmp_path, expected))
 
 
 def interrupted(folder: Path, stage: int) -> tuple[list[str], list[str]]:

@@ -296,7 +296,7 @@ def test_fragmentation_is_that_of_the_same_recomputation_and_loss() -> None:
 
     def may_fit(strategy: Strategy, share: float, exact: bool = False) -> bool:
         size = int(share * of.predictor.budget_bytes)
-        return of.fragmentation.allows(Estimate(strategy, exact, size, size, 0, 1.0, {}))
+        return of.fragmentation.allows(Estimate(strategy, exact, size, size, 0, 0, 1.0, {}))
 
     full = of.predictor.confirm(plain)
     assert full.run.replay is not None
@@ -336,6 +336,6 @@ def test_stages_are_estimated_only_where_they_may_be_faster(computing: float, es
     asked = recipe("2xA100-80GB", strategy=alone | pinned, model=model, batch_size=8)
     of = StrategySearch(Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster)), space(asked))
     flat = next(iter(of.walked.values()))[0]
-    of.fitting = [Estimate(flat, False, 1, 1, 0, 1.0, {})]
+    of.fitting = [Estimate(flat, False, 1, 1, 0, 0, 1.0, {})]
     of.reference = computing, of._sequences(flat)
     assert bool(of._stage_estimates()) == estimated

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from shardwise.core.plan import Candidate
+from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner import compare
 from shardwise.planner.compare import compared_candidates, estimate_neighbours
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
-from shardwise.planner.verdicts import Verdicts
+from shardwise.planner.verdicts import Estimate, Verdicts
 from shardwise.recipe.load import recipe_of
 from shardwise.report.tables import peak_of
 from shardwise.technique import SETTINGS, strategy_from
@@ -152,3 +153,23 @@ def test_neighbours_of_stages_are_estimated() -> None:
     own = fresh.estimate(neighbour)
     assert found.seconds == pytest.approx(own.seconds, rel=0.1)
     assert found.tensors == pytest.approx(own.tensors, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kept", "saved"), [(40, 7), (20, 3.5), (0, 0), (80, 14), (200, 14)], ids=lambda value: str(value)
+)
+def test_compiled_blocks_save_the_same_part_of_what_a_neighbour_keeps(kept: float, saved: float) -> None:
+    """They save 7 GiB of the 40 GiB of activations of the known strategy; nothing where all is recomputed."""
+    predictor = small(devices=8, layers=2, preset="8xH100-80GB")
+    strategy = strategy_from({"precision": "bf16", "compile": "block"})
+    neighbour = strategy.with_values(activation_checkpointing="full")
+    plain, other = (one.with_values(compile="none") for one in (strategy, neighbour))
+    gib = 2**30
+
+    def estimate(of: Strategy, tensors: float, activations: float) -> Estimate:
+        return Estimate(of, False, int(tensors * gib), int(tensors * gib), int(activations * gib), 0, 1.0, {})
+
+    predictor._composed[plain] = estimate(plain, 75, 40)
+    predictor._composed[other] = estimate(other, 35 + kept, kept)
+    found = predictor.relative(neighbour, estimate(strategy, 68, 33))
+    assert found.tensors == pytest.approx((35 + kept - saved) * gib)

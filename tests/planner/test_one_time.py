@@ -39,7 +39,7 @@ def predictor(
     return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
 
 
-ONE_SECOND = Estimate(strategy_from({"precision": "fp32"}), False, 1, 1, 0, 1.0, {})
+ONE_SECOND = Estimate(strategy_from({"precision": "fp32"}), False, 1, 1, 1, 0, 1.0, {})
 
 
 def tried(of: Predictor, best: Estimate = ONE_SECOND) -> list[tuple[str, float]]:
