@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from shardwise.planner.space import Space
 from shardwise.planner.verdicts import Verdicts
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, layout_of, strategy_from
+from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, broken_rules, layout_of, strategy_from
 from shardwise.technique.zero import ZERO_STAGE
 
 MODEL = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024, "context": 128}
@@ -141,12 +143,23 @@ def test_pinned_replicas_leave_out_meshes_without_room_for_them() -> None:
     assert (layout.degree("replicate"), layout.degree("shard")) == (2, 2)
 
 
-def test_a_setting_stays_as_it_is_where_all_its_candidates_break_rules() -> None:
-    """Tensor parallelism shares out the sequence wherever it can; with divided experts it cannot."""
+@pytest.mark.parametrize(("forbidden", "chosen"), [(False, "gathered"), (True, "none")])
+def test_a_setting_stays_as_it_is_where_all_its_candidates_break_rules(
+    forbidden: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallelism shares out the sequence wherever it can; a rule of another technique may forbid it."""
+    key = "tensor_sequence_parallel"
+
+    def with_one_more(strategy: Strategy, *case: Any) -> Iterator[Any]:
+        yield from broken_rules(strategy, *case)
+        if forbidden and strategy.values[key] != "none":
+            yield SimpleNamespace(rule=SimpleNamespace(key=key))
+
+    monkeypatch.setattr("shardwise.planner.space.broken_rules", with_one_more)
     asked = recipe(model=MODEL | {"experts": 4, "expert_ffn": 64}, tensor_parallel=2, expert_parallel=2)
     space = Space(asked, cluster_of(asked.cluster))
     strategies = [one for origins in space.meshes().values() for s in origins for one in space.completions(s)]
-    assert {one.values["tensor_sequence_parallel"] for one in strategies} == {"none"}
+    assert {one.values[key] for one in strategies} == {chosen}
 
 
 def test_a_neighbour_that_cannot_be_predicted_does_not_end_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

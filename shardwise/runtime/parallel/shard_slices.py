@@ -58,8 +58,8 @@ def shard_dims(
 
     It is the second of stacks of matrices, such as experts, that are fewer than the ranks. FSDP2 pads the first dim, so
     ranks beyond the number of matrices would hold nothing, and the others a whole one each. Other dims must be divided
-    evenly, and cost a copy of what is gathered and reduced. Modules that also have adapters or packed codes are left
-    out: these are filled one whole matrix after the other.
+    evenly, and cost a copy of gathered weights and of gradients. Modules that also have adapters or packed codes are
+    left out: these are filled one whole matrix after the other.
     """
     stacks = set()
     for module in nn.ModuleList([modules] if isinstance(modules, nn.Module) else modules).modules():
