@@ -18,7 +18,7 @@ from shardwise.runtime.torch_private import cast_floats, non_persistent_buffers
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Store a model's weights in ``dtype``, except for the tensors that transformers keeps in fp32."""
-    cast_floats(model, dtype, [*_tables(model), *_kept_precise(model, dtype).values()])
+    cast_floats(model, dtype, [*_tables(model), *_fp32_tensors(model, dtype).values()])
     return model
 
 
@@ -29,15 +29,15 @@ def narrowed(model: nn.Module, compute: str) -> Iterator[str]:
         compute: the dtype of compute: fp64, fp32, bf16 or fp16.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute, torch.float32)
-    kept = _kept_precise(model, dtype)
+    tensors = _fp32_tensors(model, dtype)
     names = list(
-        dict.fromkeys(block_pattern(name) for name, t in kept.items() if isinstance(t, nn.Parameter))
+        dict.fromkeys(block_pattern(name) for name, t in tensors.items() if isinstance(t, nn.Parameter))
     )
     if names:
         others = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
-        risk = ", where its products may overflow: bf16 is safer" if dtype == torch.float16 else ""
+        risk = ", whose products may overflow: bf16 is safer" if dtype == torch.float16 else ""
         named = ", ".join(names[:SHOWN]) + others
-        yield f"transformers keeps {named} in fp32; training computes with it in {compute}{risk}"
+        yield f"transformers keeps {named} in fp32; training computes with {compute} copies{risk}"
 
 
 def _tables(model: nn.Module) -> Iterator[Tensor]:
@@ -48,7 +48,7 @@ def _tables(model: nn.Module) -> Iterator[Tensor]:
         yield from (buffer for name, buffer in module.named_buffers(recurse=False) if ours or name in unsaved)
 
 
-def _kept_precise(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def _fp32_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors that classes of transformers name: some for every narrow dtype, some for fp16 alone."""
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == torch.float16 else [])]
     globs = {glob for module in model.modules() for key in lists for glob in getattr(module, key, None) or ()}

@@ -116,7 +116,7 @@ def refuse_broken(recipe: Recipe, world_size: int, where: Callable[[str], str]) 
         key = violation.rule.key
         nearest = ", ".join(f"{key}: {value}" for key, value in violation.nearest.items())
         raise RecipeError(
-            f"{key} cannot be {strategy.values[key]} {violation.rule.given or f'on {world_size} devices'}",
+            f"{key} cannot be {strategy.values[key]} {violation.rule.condition or f'on {world_size} devices'}",
             where=where(key),
             why=violation.rule.reason,
             fix=f"the nearest that works is {nearest}" if nearest else violation.rule.fix,

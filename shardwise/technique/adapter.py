@@ -25,14 +25,14 @@ RULES: tuple[Rule, ...] = (
         reason="layers with adapters multiply in bf16, which leaves little or nothing of a block for 8 bits",
         broken=lambda case: _adapted(case) and case.strategy[PRECISION] == "fp8",
         nearest=lambda case: {"precision": "bf16"},
-        given="with an adapter",
+        condition="with an adapter",
     ),
     Rule(
         key="tensor_sequence_parallel",
         reason="adapters keep their own inputs for the backward pass, whole",
         broken=lambda case: _adapted(case) and case.strategy[TENSOR_SEQUENCE_PARALLEL] == "regathered",
         nearest=lambda case: {"tensor_sequence_parallel": "gathered"},
-        given="with an adapter",
+        condition="with an adapter",
     ),
     Rule(
         key="tensor_parallel",
@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
             and case.strategy[TENSOR_PARALLEL] > 1
         ),
         nearest=lambda case: {"tensor_parallel": 1},
-        given="with an adapter",
+        condition="with an adapter",
     ),
     Rule(
         key="tensor_parallel",
@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
             and case.strategy[TENSOR_PARALLEL] > 1
         ),
         nearest=lambda case: {"tensor_parallel": 1},
-        given="with an adapter",
+        condition="with an adapter",
     ),
     Rule(
         key="tensor_parallel",
@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
             and case.strategy[TENSOR_PARALLEL] > 1
         ),
         nearest=lambda case: {"tensor_parallel": 1},
-        given="with an adapter",
+        condition="with an adapter",
     ),
 )
 

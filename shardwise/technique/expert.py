@@ -144,11 +144,10 @@ class ExpertParallel(Dividing):
         own = mesh[names] if len(names) == 1 else flattened(mesh[names], "+".join(names))
         if len(names) > 1:
             site.options.groups.append(("+".join(names), own.get_group()))
-        parted = site.strategy[TENSOR_SEQUENCE_PARALLEL] != "none"
-        alike = [
-            axis.name for axis in axes if not axis.tokens and not parted
-        ]  # ranks that have the same tokens
-        shares = mesh[alike[0]].get_group() if alike else None
+        # Ranks of a layer have the same tokens, unless tensor ranks share out the sequence between layers.
+        sharded = site.strategy[TENSOR_SEQUENCE_PARALLEL] != "none"
+        same_tokens = [] if sharded else [axis.name for axis in axes if not axis.tokens]
+        shares = mesh[same_tokens[0]].get_group() if same_tokens else None
         # No step of a frozen model runs again: it has room for all that a rank can get.
         room = Room(site.strategy[EXPERT_CAPACITY] if site.trained else _NO_LIMIT)
         divided = divide_experts(site.view.model, own, shares, room)

@@ -83,7 +83,7 @@ class Rule:
         broken: whether a case breaks the rule. Rules are checked before torch is loaded.
         nearest: values of settings that satisfy the rule.
         fix: what to do if no setting helps.
-        given: under what the value cannot be, in words; "" for the number of devices.
+        condition: under which the value cannot be, in words; "" for the number of devices.
     """
 
     key: str
@@ -91,7 +91,7 @@ class Rule:
     broken: Callable[[Case], bool]
     nearest: Callable[[Case], Mapping[str, object]] = field(default=lambda case: {})
     fix: str = ""
-    given: str = ""
+    condition: str = ""
 
 
 @dataclass(frozen=True)

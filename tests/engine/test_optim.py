@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.optim import build_optimizer
-from shardwise.engine.optim.moment_storage import BLOCK, DynamicCode, EightBit, code_values
+from shardwise.engine.optim.moment_storage import DynamicCode, EightBit, code_values
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.rounding import position_keys, random_bits, to_bf16
 from shardwise.engine.seeding import seed_step
@@ -22,7 +22,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec
-from shardwise.runtime.parallel.shard_slices import local_slices
+from shardwise.runtime.parallel.shard_slices import MOMENTS_BLOCK, local_slices
 from shardwise.technique import strategy_from
 from shardwise.technique.site import StateOffload
 from tests.harness.pool import Pool
@@ -152,9 +152,9 @@ def test_8_bit_moments_are_near_what_was_written(name: str) -> None:
 
     The second moment is compared as it enters the update: by its root.
     """
-    codes, parameter = EightBit(torch.device("cpu")), nn.Parameter(torch.zeros(6, 3 * BLOCK + 5))
+    codes, parameter = EightBit(torch.device("cpu")), nn.Parameter(torch.zeros(6, 3 * MOMENTS_BLOCK + 5))
     state = codes.state(parameter, name)
-    magnitude = 10 ** (-5 * torch.rand(6, 3 * BLOCK + 5))
+    magnitude = 10 ** (-5 * torch.rand(6, 3 * MOMENTS_BLOCK + 5))
     signed = name == "exp_avg"
     value = magnitude * torch.randn_like(magnitude).sign() if signed else magnitude
     no = torch.tensor(False)
@@ -163,7 +163,7 @@ def test_8_bit_moments_are_near_what_was_written(name: str) -> None:
     read = codes.read(state, name)
     error = ((read if signed else read.sqrt()) - value).abs()
     assert (error / magnitude.max()).max() < 0.01
-    blocks = [m.amax(-1, keepdim=True).expand_as(m) for m in magnitude.split(BLOCK, dim=1)]
+    blocks = [m.amax(-1, keepdim=True).expand_as(m) for m in magnitude.split(MOMENTS_BLOCK, dim=1)]
     unit = magnitude / torch.cat(blocks, dim=1)
     assert (error / magnitude)[unit > 0.1].max() < 0.071
     assert (error / magnitude)[unit > 0.01].max() < 0.142
@@ -180,11 +180,11 @@ def test_a_small_first_moment_is_not_divided_by_epsilon(ratio: float) -> None:
 
     One step at rate 1 moves no weight by more than 2, whatever its gradient's share of its block's largest was.
     """
-    weight = nn.Parameter(torch.zeros(1, BLOCK))
+    weight = nn.Parameter(torch.zeros(1, MOMENTS_BLOCK))
     optimizer = build_optimizer(nn.ParameterList([weight]), OptimizerSpec(name="adamw_8bit", epsilon=1e-12))
     optimizer.learning_rate = 1.0
     for small in (ratio, 0.0, 0.0):
-        weight.grad = torch.full((1, BLOCK), small)
+        weight.grad = torch.full((1, MOMENTS_BLOCK), small)
         weight.grad[0, 0] = 1.0
         before = weight.detach().clone()
         optimizer.step(APPLIED)

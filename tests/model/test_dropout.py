@@ -97,7 +97,7 @@ def test_weights_that_transformers_keeps_in_fp32_are_named(tmp_path: Path) -> No
     folder = folder_of(tmp_path, "t5", dropout_rate=0.0)
     assert departures(folder, "t5", compute="bf16") == ()
     (said,) = departures(folder, "t5", compute="fp16")
-    assert "DenseReluDense.wo.weight" in said and "training computes with it in fp16, where" in said
+    assert "DenseReluDense.wo.weight" in said and "training computes with fp16 copies, whose" in said
 
 
 def test_nothing_is_said_without_dropout(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_router_that_transformers_keeps_in_fp32_is_named(tmp_path: Path) -> No
     blueprint, _ = saved(tmp_path, "deepseek_v3")
     (note,) = blueprint.departures("bf16")
     names = "model.layers.*.mlp.gate.weight"
-    assert note == f"transformers keeps {names} in fp32; training computes with it in bf16"
+    assert note == f"transformers keeps {names} in fp32; training computes with bf16 copies"
     assert blueprint.departures("fp32") == ()
 
 

@@ -32,9 +32,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.engine.optim.chunk import distributed_as
 from shardwise.engine.optim.norm import local
-
-BLOCK = 128
-"""Values per scale."""
+from shardwise.runtime.parallel.shard_slices import MOMENTS_BLOCK
 
 
 class Moments(Protocol):
@@ -166,25 +164,25 @@ def _scales_of(parameter: nn.Parameter) -> Tensor:
     """
     piece = local(parameter)
     columns, whole = _columns(piece), _columns(parameter)
-    if columns % BLOCK and columns != whole:
+    if columns % MOMENTS_BLOCK and columns != whole:
         raise RecipeError(
             "adamw_8bit cannot keep this model's moments",
             where="strategy.tensor_parallel",
-            why=f"{BLOCK} neighbours in a row share a scale, and rows of {whole} are split into {columns}",
+            why=f"{MOMENTS_BLOCK} neighbours in a row share a scale, and rows of {whole} are split into {columns}",
             fix="use another degree, or optimizer.name: adamw",
         )
     rows = piece.shape[0] if piece.numel() else 0
-    zeros = torch.zeros((rows, -(-columns // BLOCK)), dtype=torch.float32, device=piece.device)
-    return distributed_as(parameter, zeros, -(-whole // BLOCK))
+    zeros = torch.zeros((rows, -(-columns // MOMENTS_BLOCK)), dtype=torch.float32, device=piece.device)
+    return distributed_as(parameter, zeros, -(-whole // MOMENTS_BLOCK))
 
 
 def _blocks(value: Tensor, scale: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(blocks, scales) views of [rows, columns]: whole blocks as [rows, blocks, BLOCK], then a shorter last one.
+    """(blocks, scales) views of [rows, columns]: whole ones of [rows, blocks, MOMENTS_BLOCK], then a shorter last one.
 
     The scales are [rows, blocks, 1].
     """
-    whole, left = divmod(value.shape[1], BLOCK)
+    whole, left = divmod(value.shape[1], MOMENTS_BLOCK)
     if whole:
-        yield value[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)), scale[:, :whole, None]
+        yield value[:, : whole * MOMENTS_BLOCK].unflatten(1, (whole, MOMENTS_BLOCK)), scale[:, :whole, None]
     if left:
-        yield value[:, None, whole * BLOCK :], scale[:, whole:, None]
+        yield value[:, None, whole * MOMENTS_BLOCK :], scale[:, whole:, None]

@@ -19,9 +19,8 @@ class TrackioTracker(RunTracker):
             project=os.environ.get("TRACKIO_PROJECT", project()),
             name=first_name(folder, run, name_of(run)),
             config=dict(flat(run["recipe"])),
-            resume="allow"
-            if run["step"]
-            else "never",  # one database for all folders, also those of equal names
+            # All folders have one database, also those of equal names.
+            resume="allow" if run["step"] else "never",
             embed=False,
         )
         remember(folder, self._run.name)  # Trackio gives another name where one is taken

@@ -22,8 +22,8 @@ from shardwise.runtime.torch_private import is_strided_shard
 Slices = tuple[slice, ...]
 """One slice per dim of the global tensor."""
 
-ALIGNED = 128
-"""Values of a row that stay on one rank: 8-bit moments share a scale among as many."""
+MOMENTS_BLOCK = 128
+"""Neighbours in a row that share a scale in 8-bit moments, so they stay on one rank."""
 
 # Name prefixes added by activation checkpointing, torch.compile and pipeline stages.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_stage\d+)\.")
@@ -71,7 +71,7 @@ def shard_dims(
         if parameter not in stacks:
             return None
         matrices, rows, columns = local_part(parameter).shape
-        divided = matrices < ranks and rows % ranks == 0 and rows // ranks * columns % ALIGNED == 0
+        divided = matrices < ranks and rows % ranks == 0 and rows // ranks * columns % MOMENTS_BLOCK == 0
         return Shard(1) if divided else None
 
     return dim
