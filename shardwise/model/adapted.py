@@ -91,7 +91,7 @@ class AdaptedModel(Blueprint):
         self.base, self.spec = base, _with_new_layers(spec, base)
         self.name, self.vocab, self.width, self.context = base.name, base.vocab, base.width, base.context
         self.origin, self.objective = base.origin, base.objective
-        self.trained_in, self.dataset = base.trained_in, base.dataset
+        self.trained_in, self.dataset, self.quantized = base.trained_in, base.dataset, base.quantized
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
         self.new_layers, self.private_layers = base.new_layers, base.private_layers
         self.config_text = base.config_text

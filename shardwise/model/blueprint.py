@@ -176,7 +176,7 @@ class Blueprint(ABC):
         trained_in: training dtype of the weights on disk, if known.
         dataset: map-style dataset of dicts of tensors, if the model brings its own data.
         objective: causal, masked or seq2seq (hf/objective.py); None if the model brings its own loss.
-        quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
+        quantized: whether the weights on disk are quantized. Those that train are dequantized.
         casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
         counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.
         new_layers: names of layers that are not the pretrained model's. Adapters train them in full.

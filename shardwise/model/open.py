@@ -17,8 +17,8 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
     """The blueprint of the recipe's model, with its adapters if the recipe has an ``adapter:`` section.
 
     Raises:
-        RecipeError: the model cannot be found, its context is too short, it does not fit ``model.objective``, it lacks
-            the target layers, or it is quantized and all its weights would be trained; or the objective cannot be made.
+        RecipeError: the model cannot be found, its context is too short, it does not fit ``model.objective``, or it
+            lacks the target layers; or the objective cannot be made.
         CheckpointError: a file of the model is damaged.
     """
     made = model_of(recipe)
@@ -28,15 +28,7 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
 
 def model_of(recipe: Recipe) -> Blueprint:
     """As ``blueprint_of``, without the objective, whose code is not imported."""
-    base = base_of(recipe)
-    if recipe.adapter is None and base.quantized:
-        raise RecipeError(
-            "quantized weights cannot be trained",
-            where=f"model.hf: {recipe.model.hf}",
-            why="an update is smaller than the distance between two of their levels",
-            fix="train an adapter on them (section adapter:), or give the unquantized model",
-        )
-    made = with_head(base, recipe)
+    made = with_head(base_of(recipe), recipe)
     if recipe.adapter is not None:
         from shardwise.model.adapted import AdaptedModel
 

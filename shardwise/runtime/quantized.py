@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.runtime.quantization.packing import pairs_of
+
 NF4_LEVELS: tuple[float, ...] = (
     -1.0,
     -0.6961928009986877,
@@ -184,8 +186,7 @@ def _pack_nf4(parts: Tensor) -> Tensor:
 def _unpack_nf4(packed: Tensor, group: int) -> Tensor:
     codes, scales = packed[:, : -group - 4], packed[:, -group - 4 : -4]
     levels = _nf4_levels(packed.device)
-    pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)  # for each byte: low, then high
-    values = F.embedding(codes.int(), pairs).view(packed.shape[0], group, SCALE_BLOCK)
+    values = F.embedding(codes.int(), pairs_of(levels)).view(packed.shape[0], group, SCALE_BLOCK)
     return values.mul_(_scales(scales, _last(packed)).unsqueeze(2))
 
 

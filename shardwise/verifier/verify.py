@@ -280,7 +280,7 @@ def _built(recipe: Recipe, strategy: Strategy, device: torch.device) -> tuple[Ru
         )
     if isinstance(run.objective, SamplingObjective):
         words.append("not proved: sampling; all runs train on the completions of the plain process")
-    if blueprint.packings() or (recipe.adapter is not None and recipe.adapter.quantize != "none"):
+    if blueprint.quantized or (recipe.adapter is not None and recipe.adapter.quantize != "none"):
         words.append("not proved: the values of the quantized weights, which all runs read alike")
     data = open_data(quiet, blueprint.dataset)
     with_precomputed(run, data, say=lambda sentence: None)

@@ -179,14 +179,16 @@ def test_kashin_weights_are_read_from_their_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "hqq"}, "hqq"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "IndexError"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"a": {}}}, "dynamic"),
         ({"quant_method": "gptq", "bits": 4}, "group_size"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         (_compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4"),
         (["list"], "AttributeError"),
     ],
-    ids=["other", "dynamic", "damaged", "gemv", "nvfp4", "list"],
+    ids=["other", "modelopt", "block", "dynamic", "damaged", "gemv", "nvfp4", "list"],
 )
 def test_other_formats_are_refused_in_words(config: Any, why: str) -> None:
     with pytest.raises(RecipeError, match=why) as caught:

@@ -1,8 +1,9 @@
 """A folder of quantized weights, read as if it held the dequantized ones.
 
 ``PATH.weight`` of a quantized layer replaces its stored tensors, with the shape [out, in]. It is computed from them
-whenever it is read, in fp32 and without rounding. ``stored`` returns the quantized weight itself. Settings are in
-``quantization_config`` of config.json, which is checked without reading weights.
+whenever it is read, in fp32 and without rounding. ``stored`` returns the quantized weight itself. Stacks of matrices
+(experts) are dequantized one matrix at a time. Settings are in ``quantization_config`` of config.json, which is checked
+without reading weights.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, one_line
 from shardwise.model.files.compressed_tensors import METHOD, OWN_METHOD
+from shardwise.model.files.float_layers import BitsAndBytesFormat, BlockScaledFormat, MXFP4Stack
 from shardwise.model.files.quantized_layers import AWQFormat, CompressedTensors, Format, GPTQFormat
-from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME, WeightFiles
+from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME, FLOATING, WeightFiles
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 from shardwise.runtime.quantization.as_parameter import StoredPacking, stored_packing
-from shardwise.runtime.quantization.kashin import KashinWeight
-from shardwise.runtime.quantization.weights import SCALE, IntWeight, QuantizedWeight
+from shardwise.runtime.quantization.weights import QuantizedWeight
 
 Formats = Callable[[str], Format]
 """The format of a layer, by its path in the files."""
@@ -40,12 +41,22 @@ def formats_of(config: Mapping[str, Any], where: str) -> Formats:
     Raises RecipeError for a format that is not read.
     """
     try:
-        readers = {METHOD: _compressed, OWN_METHOD: _own, "gptq": _gptq, "awq": _awq}
+        readers: dict[str, Callable[[Mapping[str, Any], str], Formats]] = {
+            METHOD: _compressed,
+            OWN_METHOD: _own,
+            "gptq": _gptq,
+            "awq": _awq,
+            "fp8": _block_scaled,
+            "fbgemm_fp8": lambda *_: lambda path: CompressedTensors(8),
+            "modelopt": _modelopt,
+            "mxfp4": lambda *_: lambda path: MXFP4Stack(4),
+            "bitsandbytes": lambda *_: lambda path: BitsAndBytesFormat(4),
+        }
         method = str(config.get("quant_method"))
         if method not in readers:
             raise _unreadable_format(f"quant_method is {method}", where)
         return readers[method](config, where)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _unreadable_format(f"{type(error).__name__}: {error}", where) from error
 
 
@@ -54,7 +65,7 @@ def _unreadable_format(why: str, where: str) -> RecipeError:
         "the quantized weights are in a format that is not read",
         where=where,
         why=why,
-        fix="give a folder of compressed-tensors, GPTQ or AWQ, or the unquantized model",
+        fix="give a folder of fp8, MXFP4, compressed-tensors, GPTQ, AWQ or bitsandbytes, or the unquantized model",
     )
 
 
@@ -104,12 +115,24 @@ def _awq(config: Mapping[str, Any], where: str) -> Formats:
     return lambda path: AWQFormat(4)
 
 
+def _block_scaled(config: Mapping[str, Any], where: str) -> Formats:
+    block = config.get("weight_block_size")
+    read = BlockScaledFormat(8, (int(block[0]), int(block[1])) if block else None)
+    return lambda path: read
+
+
+def _modelopt(config: Mapping[str, Any], where: str) -> Formats:
+    if config.get("quant_algo") != "FP8":
+        raise _unreadable_format(f"quant_algo is {config.get('quant_algo')}", where)
+    return lambda path: CompressedTensors(8)
+
+
 @dataclass(frozen=True)
 class _StoredLayer:
-    """A quantized layer: its format, its shape (out, in), and its stored tensors by suffix."""
+    """A quantized layer: its format, its shape (out, in) or that of a stack, and its stored tensors by suffix."""
 
     form: Format
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     names: Mapping[str, str]
 
 
@@ -128,24 +151,35 @@ class QuantizedFiles(WeightFiles):
         self._raw = WeightFiles(folder)
         self._layers: dict[str, _StoredLayer] = {}
         for name in self._raw.shapes:
-            path, _, suffix = name.rpartition(".")
-            form = formats(path)
-            if suffix in form.marks:
-                self._add(path, form, kind)
+            form = formats(name.rpartition(".")[0])
+            mark = next((mark for mark in form.marks if name.endswith(form.separator + mark)), "")
+            if mark:
+                self._add(name.removesuffix(form.separator + mark), form, kind)
             elif _CACHE_SCALES.search(name):
                 self._hide(name)
 
     def _add(self, path: str, form: Format, kind: str) -> None:
-        names = {part: f"{path}.{part}" for part in form.parts if f"{path}.{part}" in self._raw.shapes}
-        shapes = {part: self._raw.shapes[name] for part, name in names.items()}
+        stored = {part: f"{path}{form.separator}{part}" for part in form.parts}
+        names = {part: name for part, name in stored.items() if name in self._raw.shapes}
+        if all(self._raw.kinds[name] in FLOATING for name in names.values()):
+            return  # a parameter that is called like a scale
         with self._checked(path):
-            shape = form.shape(shapes, lambda part: self._raw.read(names[part]))
+            shape = form.shape(self._described(names), lambda part: self._raw.read(names[part]))
         for name in names.values():
             self._hide(name)
-        weight = f"{path}.weight"
+        weight = path + form.result
         self._layers[weight] = _StoredLayer(form, shape, names)
         self.shapes[weight], self.kinds[weight] = shape, kind
         self._files[weight] = Path(self._raw.file_of(next(iter(names.values()))))
+
+    def _described(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Stored tensors by suffix, on the meta device."""
+        return {
+            part: torch.empty(
+                self._raw.shapes[name], dtype=DTYPES_BY_NAME[self._raw.kinds[name]], device="meta"
+            )
+            for part, name in names.items()
+        }
 
     def _hide(self, name: str) -> None:
         for table in (self.shapes, self.kinds, self._files):
@@ -167,31 +201,39 @@ class QuantizedFiles(WeightFiles):
         return name in self._layers
 
     def stored(self, name: str) -> QuantizedWeight:
-        """The quantized weight ``PATH.weight``."""
+        """The quantized weight ``PATH.weight``, which is not a stack."""
+        return self._weight(name, self._raw.read)
+
+    def _weight(self, name: str, read: Callable[[str], Tensor]) -> QuantizedWeight:
         layer = self._layers[name]
         with self._checked(name):
-            return layer.form.weight(
-                {part: self._raw.read(at) for part, at in layer.names.items()}, layer.shape
-            )
+            tensors = {part: read(stored) for part, stored in layer.names.items()}
+            return layer.form.weight(tensors, _matrix_shape(layer))
 
     def packing(self, name: str) -> StoredPacking:
         """How ``stored`` becomes one parameter. Reads at most one small tensor, and no weight."""
         layer = self._layers[name]
-        tensors = {}
-        for part, at in layer.names.items():
-            meta = torch.empty(self._raw.shapes[at], dtype=DTYPES_BY_NAME[self._raw.kinds[at]], device="meta")
-            tensors[part] = self._raw.read(at) if part in layer.form.read_to_plan else meta
+        tensors = self._described(layer.names)
+        tensors |= {
+            part: self._raw.read(layer.names[part]) for part in layer.form.read_to_plan if part in tensors
+        }
         with self._checked(name):
-            weight = layer.form.weight(tensors, layer.shape)
+            weight = layer.form.weight(tensors, _matrix_shape(layer))
             forms = {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in weight.tensors().items()}
-        width = weight.width if isinstance(weight, IntWeight) else 8
-        kind = f"int{width}" if isinstance(weight, IntWeight) else "fp8" if SCALE in forms else "nf4"
-        if isinstance(weight, KashinWeight):
-            kind = f"kashin{weight.u.width + weight.v.width}"
-        return stored_packing(kind, width, layer.shape, forms)
+        return stored_packing(weight.kind, weight.width, weight.shape, forms)
 
     def read(self, name: str) -> Tensor:
-        return self.stored(name).dequantize() if name in self._layers else super().read(name)
+        if name not in self._layers:
+            return super().read(name)
+        layer = self._layers[name]
+        if not layer.form.stacked:
+            return self.stored(name).dequantize()
+        return torch.stack([self.read_matrix(name, index) for index in range(layer.shape[0])])
+
+    def read_matrix(self, name: str, index: int) -> Tensor:
+        if name not in self._layers:
+            return super().read_matrix(name, index)
+        return self._weight(name, lambda stored: self._raw.read_matrix(stored, index)).dequantize().t()
 
     def is_padding(self, name: str) -> bool:
         """GPTQ's tools write a bias of zeros to layers that have none."""
@@ -201,5 +243,19 @@ class QuantizedFiles(WeightFiles):
     def _matched_pieces(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         if name not in self._layers:
             yield from super()._matched_pieces(tensor, name)
-        elif (part := local_part(tensor)).numel():
-            yield part, self.read(name)[local_slices(tensor)]
+            return
+        part, slices = local_part(tensor), local_slices(tensor)
+        if part.numel() == 0:
+            return
+        if not self._layers[name].form.stacked:
+            yield part, self.read(name)[slices]
+            return
+        matrices, *rest = slices or (slice(0, part.shape[0]),)
+        for own, index in enumerate(range(matrices.start, matrices.stop)):
+            yield part[own], self.read_matrix(name, index)[tuple(rest)]
+
+
+def _matrix_shape(layer: _StoredLayer) -> tuple[int, int]:
+    """(out, in) of a layer, or of each matrix of a stack, which stores them transposed."""
+    rows, columns = layer.shape[-2:]
+    return (columns, rows) if layer.form.stacked else (rows, columns)

@@ -1,4 +1,4 @@
-"""How other tools store quantized linear layers: compressed-tensors, GPTQ and AWQ, each read as one of our weights.
+"""How other tools store quantized linear layers, each read as one of our weights. The floats are in float_layers.py.
 
 compressed-tensors   weight_packed or weight, weight_scale, weight_zero_point; [out, in]
 GPTQ                 qweight [in · bits / 32, out], qzeros, scales [groups, out], g_idx [in]; version 1 of the format
@@ -9,6 +9,7 @@ AWQ                  qweight [in, out / 8], qzeros, scales [groups, out]; the 8 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,14 +34,13 @@ from shardwise.runtime.quantization.weights import (
 )
 
 Tensors = Mapping[str, Tensor]
-Shapes = Mapping[str, tuple[int, ...]]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of 8 channels."""
 
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """How one layer is stored. ``width``: bits per code."""
+    """How one layer is stored: tensors called PATH, ``separator`` and a suffix. ``width``: bits per code."""
 
     width: int
     marks: ClassVar[tuple[str, ...]]
@@ -49,14 +49,22 @@ class Format(ABC):
     """All suffixes that belong to a quantized layer."""
     read_to_plan: ClassVar[tuple[str, ...]] = ()
     """Suffixes of small tensors whose values decide the form of the weight."""
+    separator: ClassVar[str] = "."
+    result: ClassVar[str] = ".weight"
+    """What follows PATH in the name of the weight."""
+    stacked: ClassVar[bool] = False
+    """Whether the weight is a stack of transposed matrices [e, in, out]; stored tensors have e as their first dim."""
 
     @abstractmethod
-    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
-        """(out, in), from the shapes of the stored tensors by suffix. ``read`` reads one."""
+    def shape(self, tensors: Tensors, read: Callable[[str], Tensor]) -> tuple[int, ...]:
+        """(out, in) or that of a stack, from the stored tensors on the meta device by suffix. ``read`` reads one."""
 
     @abstractmethod
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
-        """The weight of the stored tensors, which may be on the meta device except for those of ``read_to_plan``."""
+        """The weight of the stored tensors, or of those of one matrix of a stack.
+
+        They may be on the meta device except for those of ``read_to_plan``.
+        """
 
 
 @dataclass(frozen=True)
@@ -75,34 +83,25 @@ class CompressedTensors(Format):
         NF4,
         *KASHIN,
         "input_scale",
+        "input_scale_ub",
         "input_zero_point",
     )
     read_to_plan = (FACTORS,)
 
-    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
-        if SHAPE in shapes:
-            rows, columns = read(SHAPE).tolist()
-            return rows, columns
-        rows, columns = shapes["weight"]
-        return rows, columns
+    def shape(self, tensors: Tensors, read: Callable[[str], Tensor]) -> tuple[int, ...]:
+        return tuple(read(SHAPE).tolist() if SHAPE in tensors else tensors["weight"].shape)
 
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         if NF4 in tensors or FACTORS in tensors:
             return weight_of(tensors, self.width, shape)
         parts = dict(tensors)
-        parts[SCALE] = self._per_row(tensors[SCALE], shape)
+        parts[SCALE] = scales_per_row(tensors[SCALE], shape, self.block)
         packed = parts.get(PACKED)
         if ZERO in parts and packed is None:
-            parts[ZERO] = self._per_row(parts[ZERO], shape)
+            parts[ZERO] = scales_per_row(parts[ZERO], shape, self.block)
         if packed is not None and packed.shape[1] != -(-shape[1] * self.width // 32):
             return self._with_gaps(parts, shape)
         return weight_of(parts, self.width, shape)
-
-    def _per_row(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
-        """A scale of the whole tensor, of channels, groups or blocks, as [out, groups]."""
-        if self.block is not None:
-            scale = scale.repeat_interleave(self.block[0], 0)[: shape[0]]
-        return (scale.view(-1, 1) if scale.dim() < 2 else scale).expand(shape[0], -1).contiguous()
 
     def _with_gaps(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
         """Codes of 3, 5, 6 or 7 bits as compressed-tensors packed them before 0.18: no code crosses a word."""
@@ -115,6 +114,17 @@ class CompressedTensors(Format):
         zeros = None if zero is None else _spaced(zero.t(), self.width, shape[0]).t().contiguous()
         codes = _spaced(tensors[PACKED], self.width, shape[1])
         return IntWeight(codes, tensors[SCALE], zeros, self.width, group_of=tensors.get(COLUMN_GROUPS))
+
+
+def scales_per_row(scale: Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> Tensor:
+    """A scale of the whole tensor, of channels, of groups or of blocks [out, in] as [out, groups of equal size]."""
+    rows, columns = shape
+    if block is not None:
+        # The last block may be cut off, so a group is as long as divides the columns, too.
+        group = math.gcd(columns, block[1])
+        scale = scale.repeat_interleave(block[0], 0)[:rows]
+        scale = scale.repeat_interleave(block[1] // group, 1)[:, : columns // group]
+    return (scale.view(-1, 1) if scale.dim() < 2 else scale).expand(rows, -1).contiguous()
 
 
 def _spaced(words: Tensor, width: int, count: int) -> Tensor:
@@ -133,8 +143,8 @@ class GPTQFormat(Format):
     parts = ("qweight", "qzeros", "scales", "g_idx")
     read_to_plan = ("g_idx",)
 
-    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
-        words, rows = shapes["qweight"]
+    def shape(self, tensors: Tensors, read: Callable[[str], Tensor]) -> tuple[int, ...]:
+        words, rows = tensors["qweight"].shape
         return rows, words * 32 // self.width
 
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
@@ -159,8 +169,8 @@ class AWQFormat(Format):
     marks = ("qweight",)
     parts = ("qweight", "qzeros", "scales")
 
-    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
-        columns, words = shapes["qweight"]
+    def shape(self, tensors: Tensors, read: Callable[[str], Tensor]) -> tuple[int, ...]:
+        columns, words = tensors["qweight"].shape
         return words * 8, columns
 
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:

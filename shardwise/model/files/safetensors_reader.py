@@ -40,6 +40,7 @@ STORED_DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -106,6 +107,11 @@ class WeightFiles:
         """The whole tensor, on the CPU."""
         with _opened_file(self._files[name]) as opened:
             return opened.get_tensor(self.stored_name(name))
+
+    def read_matrix(self, name: str, index: int) -> Tensor:
+        """The tensor's part at an index of the first dim, on the CPU."""
+        with _opened_file(self._files[name]) as opened:
+            return opened.get_slice(self.stored_name(name))[index]
 
     @torch.no_grad()
     def read_into(self, tensor: Tensor, name: str) -> None:

@@ -133,7 +133,9 @@ class HuggingFaceModel(Blueprint):
         return blocks.blocks if blocks is not None and blocks[1:] == (1, 0) else None
 
     def departures(self, compute: str) -> tuple[str, ...]:
-        return (*self._departures, *narrowed(self._reference, compute))
+        method = (self._quantization or {}).get("quant_method")
+        quantized = f"config.json says {method}: weights that are trained or exported are dequantized"
+        return (*self._departures, *([quantized] if method else []), *narrowed(self._reference, compute))
 
     @property
     def config_text(self) -> str:  # type: ignore[override]

@@ -117,7 +117,7 @@ def _open_folder(
             fix="name one: --tokenizer bytes, or a folder",
         )
     cuts = open_tokenizer(tokenizer or str(folder))
-    model = allocated(meta_model(blueprint, None, dtype), device)
+    model = allocated(meta_model(blueprint, AdapterSpec(), dtype), device)
     with torch.no_grad(), without_adapters(model):
         blueprint.fill(model, 0)
     fill_packed(model, blueprint, 0)
@@ -126,14 +126,15 @@ def _open_folder(
 
 
 def meta_model(blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtype) -> nn.Module:
-    """The base model on the meta device; quantized if its files or the recipe of the run quantize it."""
+    """The base model on the meta device; quantized if its files or the recipe of the run quantize it.
+
+    ``spec``: of adapters on the frozen base; None if all its weights were trained, which dequantized them.
+    """
     with torch.device("meta"):
         model = blueprint.build()
-        quantize = "none" if spec is None else spec.quantize
-        packings = blueprint.packings() if quantize == "none" else {}
-        if quantize != "none" or packings:
-            frozen = (spec or AdapterSpec()).model_copy(update={"targets": (), "quantize": quantize})
-            adapt(model, blueprint.blocks(model), frozen, packings)
+        packings = blueprint.packings() if spec is not None and spec.quantize == "none" else {}
+        if spec is not None and (spec.quantize != "none" or packings):
+            adapt(model, blueprint.blocks(model), spec.model_copy(update={"targets": ()}), packings)
     return narrow(model, dtype).eval().requires_grad_(False)
 
 

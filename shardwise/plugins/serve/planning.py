@@ -82,7 +82,13 @@ def served_recipe(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster
         return recipe, cluster
     if not (path / _CONFIG).is_file():
         return read_request(path, overrides)
-    values = {"model": {"hf": str(path)}, "data": {"sequence_length": 1}, "steps": 1, "batch_size": 1}
+    values: dict[str, Any] = {
+        "model": {"hf": str(path)},
+        "data": {"sequence_length": 1},
+        "steps": 1,
+        "batch_size": 1,
+    }
+    values["adapter"] = {}  # its weights are frozen, so quantized ones stay packed
     recipe = recipe_of(values, overrides=overrides)
     return recipe, cluster_of(recipe.cluster)
 

@@ -67,6 +67,10 @@ class KashinWeight(QuantizedWeight):
     outer: Basis
 
     @property
+    def kind(self) -> str:
+        return f"kashin{self.u.width + self.v.width}"
+
+    @property
     def shape(self) -> tuple[int, int]:
         return int(self.u.codes.shape[0]), int(self.u.codes.shape[1])
 

@@ -48,6 +48,12 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     return codes.view(rows, -1)[:, :count]
 
 
+def pairs_of(levels: Tensor, high_first: bool = False) -> Tensor:
+    """The two levels that each byte stands for, [256, 2], from [16]: that of its low half first, or of its high half."""
+    low, high = levels.repeat(16), levels.repeat_interleave(16)
+    return torch.stack((high, low) if high_first else (low, high), 1)
+
+
 def packed_bytes(count: int, width: int) -> int:
     """Bytes of a row of ``count`` codes."""
     return -(-count * width // 8)

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardwise.runtime.quantization.bitsandbytes import BLOCKS, bitsandbytes_weight_of
 from shardwise.runtime.quantization.kashin import FACTORS, kashin_weight_of
 from shardwise.runtime.quantization.packing import from_words
 from shardwise.runtime.quantization.weights import (
     COLUMN_GROUPS,
+    FP4,
     NF4,
     PACKED,
     SCALE,
     ZERO,
+    Float4Weight,
     Float8Weight,
     IntWeight,
     NF4Weight,
@@ -29,6 +32,10 @@ def weight_of(tensors: Mapping[str, Tensor], width: int, shape: tuple[int, int])
         return NF4Weight(tensors[NF4], Packing("nf4", *shape))
     if FACTORS in tensors:
         return kashin_weight_of(tensors, shape)
+    if BLOCKS in tensors:
+        return bitsandbytes_weight_of(tensors, shape)
+    if FP4 in tensors:
+        return Float4Weight(tensors[FP4], tensors[SCALE])
     scale, zero, group_of = tensors[SCALE], tensors.get(ZERO), tensors.get(COLUMN_GROUPS)
     if PACKED in tensors:
         codes = from_words(tensors[PACKED], width, shape[1])

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.runtime.quantization.packing import to_words
+from shardwise.runtime.quantization.packing import pairs_of, to_words
 from shardwise.runtime.quantized import Packing
 
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
@@ -23,10 +24,21 @@ COLUMN_GROUPS = "weight_g_idx"
 """Name of the groups of input channels, where they are not consecutive."""
 NF4 = "weight_nf4"
 """Name of packed NF4, for which compressed-tensors has no format."""
+FP4 = "weight_fp4"
+"""Name of packed e2m1 values."""
+FP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of e2m1 by code (Open Compute Project 2023, Microscaling Formats 1.0, table 5)."""
 
 
 class QuantizedWeight(ABC):
-    """A weight [out, in] in few bits."""
+    """A weight [out, in] in few bits. ``width``: bits per integer code, 8 for codes of other kinds."""
+
+    width: int = 8
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The format in words, such as ``int4``."""
 
     @property
     @abstractmethod
@@ -72,6 +84,10 @@ class IntWeight(QuantizedWeight):
     group_of: Tensor | None = None
 
     @property
+    def kind(self) -> str:
+        return f"int{self.width}"
+
+    @property
     def shape(self) -> tuple[int, int]:
         return int(self.codes.shape[0]), int(self.codes.shape[1])
 
@@ -109,6 +125,7 @@ class Float8Weight(QuantizedWeight):
 
     values: Tensor
     scale: Tensor
+    kind = "fp8"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -124,6 +141,32 @@ class Float8Weight(QuantizedWeight):
 
 
 @dataclass(frozen=True)
+class Float4Weight(QuantizedWeight):
+    """e2m1 values with one scale per group of columns, such as MXFP4 (Rouhani et al. 2023, arXiv:2310.10537).
+
+    Attributes:
+        packed: [out, in / 2], uint8; the even column is in the low half of a byte.
+        scale: [out, groups], float8_e8m0fnu: powers of two.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    kind = "fp4"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.packed.shape[0]), 2 * int(self.packed.shape[1])
+
+    def dequantize(self) -> Tensor:
+        levels = torch.tensor(FP4_LEVELS).to(self.packed.device, non_blocking=True)
+        values = F.embedding(self.packed.int(), pairs_of(levels)).view(*self.scale.shape, -1)
+        return values.mul_(self.scale.float().unsqueeze(2)).view(self.shape)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {FP4: self.packed, SCALE: self.scale}
+
+
+@dataclass(frozen=True)
 class NF4Weight(QuantizedWeight):
     """The 16 levels of NF4 with double quantization, 4.127 bits per weight (Dettmers et al. 2023, 2305.14314).
 
@@ -134,6 +177,7 @@ class NF4Weight(QuantizedWeight):
 
     packed: Tensor
     how: Packing
+    kind = "nf4"
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A folder of quantized weights as a base: it generates, takes an adapter under ZeRO 3, merges, and is not trained."""
+"""A folder of quantized weights as a base: generated from, adapted under ZeRO 3, merged, trained."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_adapters_train_under_zero_3_as_in_one_process(
 
 
 def adapted_run(folder: Path, recipe: Recipe) -> None:
-    """A saved run with a random adapter; called on every rank."""
+    """A saved run, with a random adapter if the recipe has one; called on every rank."""
     run = build(recipe, blueprint_of(recipe), strategy_from({"zero_stage": 3}), torch.device("cpu"))
     torch.manual_seed(torch.distributed.get_rank())
     for name, parameter in named_parameters(run.model):
@@ -75,7 +75,8 @@ def adapted_run(folder: Path, recipe: Recipe) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
-    leave(run, folder)
+    if recipe.adapter is not None:
+        leave(run, folder)
 
 
 def test_a_run_on_it_is_exported_and_merged_dense(pool: Pool, tmp_path: Path) -> None:
@@ -106,14 +107,29 @@ def _product(adapter: dict[str, Tensor], path: str) -> Tensor:
     return 2 * adapter[f"{path}.lora_B.weight"] @ adapter[f"{path}.lora_A.weight"]
 
 
-def test_all_weights_are_not_trained(tmp_path: Path) -> None:
+def test_adapters_of_packed_weights_have_no_tensor_parallelism(tmp_path: Path) -> None:
     write_quantized_folder(tmp_path / "base", scheme_of("nf4"))
-    with pytest.raises(RecipeError, match="quantized weights cannot be trained") as caught:
-        blueprint_of(recipe_on(tmp_path / "base", None))
-    assert caught.value.exit_code == 2 and "adapter" in caught.value.line()
     blueprint = blueprint_of(recipe_on(tmp_path / "base", {"rank": 2}))
     with pytest.raises(RecipeError, match="no tensor parallelism"):
         blueprint.tensor_plan(blueprint.build())
+
+
+def test_weights_that_all_train_are_dequantized(pool: Pool, tmp_path: Path) -> None:
+    """The run's model is dense, while the folder's own model is served from packed weights."""
+    tensors = write_quantized_folder(tmp_path / "base", scheme_of("fp8"))
+    recipe = recipe_on(tmp_path / "base", None)
+    blueprint = blueprint_of(recipe)
+    assert "dequantized" in blueprint.departures("fp32")[0]
+    model = blueprint.build()
+    blueprint.fill(model, 0)
+    with torch.no_grad():
+        logits = blueprint.logits(model, IDS)
+    assert (logits - native_model(tensors)(IDS)).abs().max() <= 1e-5
+    pool.run(2, adapted_run, tmp_path / "run", recipe)
+    trained = load_model(tmp_path / "run", tokenizer="bytes")
+    assert (trained.model(IDS).logits - logits).abs().max() <= 1e-5
+    packed = load_model(tmp_path / "base", tokenizer="bytes")
+    assert (packed.model(IDS).logits - logits).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["nf4", "w4a16-g16"])
