@@ -151,7 +151,8 @@ def _gpt_oss(folder: Path) -> nn.Module:
 
     config = transformers.GptOssConfig(
         num_hidden_layers=1, hidden_size=64, intermediate_size=32, num_local_experts=3, num_experts_per_tok=2,
-        head_dim=16, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, max_position_embeddings=64, sliding_window=8,
+        head_dim=16, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, max_position_embeddings=64,
+        sliding_window=8,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
     torch.manual_seed(0)

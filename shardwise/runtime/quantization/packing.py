@@ -49,7 +49,7 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def pairs_of(levels: Tensor, high_first: bool = False) -> Tensor:
-    """The two levels that each byte stands for, [256, 2], from [16]: that of its low half first, or of its high half."""
+    """The two levels [16] that each byte stands for, [256, 2]: that of its low half first, or that of its high half."""
     low, high = levels.repeat(16), levels.repeat_interleave(16)
     return torch.stack((high, low) if high_first else (low, high), 1)
 
