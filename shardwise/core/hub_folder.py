@@ -45,6 +45,9 @@ def _advice(source: str, folder: Path) -> str:
     """What to give instead of a folder without a model: those of runs and of adapters are often given for one."""
     if (folder / "recipe.yaml").exists():
         return f"this is a run: shardwise export {source} OUT writes its model"
+    snapshots = sorted((folder / "snapshots").glob("*/config.json"))
+    if snapshots:
+        return f"this is a repository in the Hub's cache: give {snapshots[-1].parent}"
     if (folder / "adapter_config.json").exists():
         return "this is an adapter: give the model that it is of, and adapter.start_from to train on from it"
     return ""

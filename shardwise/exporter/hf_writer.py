@@ -121,8 +121,8 @@ class _File:
 def _files(contents: Contents) -> Iterator[_File]:
     """Assign groups to files, in order; a group is never split over files."""
     file, used = _File([], {}), 0
-    for group in contents.layout.groups:
-        dtype = contents.dtypes[group.sources[0]]
+    for group in (*contents.layout.groups, *contents.layout.further):
+        dtype = group.dtype or contents.dtypes[group.sources[0]]
         size = sum(_size_as(shape, dtype) for shape in group.shapes.values())
         if file.groups and used + size > LARGEST_SHARD:
             yield file
@@ -148,7 +148,7 @@ def _write_file(path: Path, file: _File, contents: Contents) -> dict[str, str]:
                 if tuple(tensors[name].shape) != tuple(shape):
                     raise CheckpointError(
                         f"tensor {name} has another shape",
-                        where=group.sources[0],
+                        where=str(path),
                         why=f"it is {list(tensors[name].shape)}, expected {list(shape)}",
                     )
                 rounded = tensors[name].to(dtype)

@@ -50,6 +50,5 @@ class _Untied(HuggingFaceModel):
         with torch.device("meta"):
             shapes = {name: tuple(parameter.shape) for name, parameter in self.build().named_parameters()}
         own = [unchanged_tensor(name, name, shapes[name]) for name in self._heads]
-        return HFFolder(
-            {**layout.config, "tie_word_embeddings": False}, [*layout.groups, *own], layout.copied
-        )
+        config = {**layout.config, "tie_word_embeddings": False}
+        return replace(layout, config=config, groups=[*layout.groups, *own])

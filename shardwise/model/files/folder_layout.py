@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 TensorShape = tuple[int, ...]
@@ -41,6 +42,7 @@ class TensorGroup:
         make: returns the tensors by name on disk, given the sources.
         unconverted: the sources under the names of transformers' model, with their shapes, if it loads them so too.
         slices: by name on disk, where the matrices are in stacks, such as those of experts; {} for other tensors.
+        dtype: of a group without sources.
     """
 
     sources: tuple[str, ...]
@@ -48,6 +50,7 @@ class TensorGroup:
     make: Make
     unconverted: Mapping[str, TensorShape] = field(default_factory=dict)
     slices: Mapping[str, StackSlice] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,14 @@ class HFFolder:
     """A folder to be written: ``config.json`` (none if empty), the groups in file order, and files to copy.
 
     ``unrounded``: names of the model's tensors that are written in the dtype that training had them in.
+    ``further``: tensors of the source that the model lacks, such as a vision tower; groups without sources.
     """
 
     config: Mapping[str, Any]
     groups: Sequence[TensorGroup]
     copied: Sequence[Path] = ()
     unrounded: frozenset[str] = frozenset()
+    further: Sequence[TensorGroup] = ()
 
 
 def unchanged_tensor(source: str, stored: str, shape: TensorShape) -> TensorGroup:

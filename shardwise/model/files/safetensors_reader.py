@@ -30,6 +30,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATING = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as safetensors calls them. Others need quantized_files.py."""
+_LFS = b"version https://git-lfs"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -189,9 +190,24 @@ def _opened_file(file: Path) -> Iterator[Any]:
     except FileNotFoundError as error:
         raise CheckpointError("a file of the weights is missing", where=str(file)) from error
     except (SafetensorError, OSError, ValueError) as error:
+        if _is_lfs_pointer(file):
+            raise CheckpointError(
+                "a file of the weights is a Git LFS pointer",
+                where=str(file),
+                why="the repository was cloned without its large files",
+                fix="run git lfs pull in the folder",
+            ) from error
         raise CheckpointError(
             "a file of the weights is damaged",
             where=str(file),
             why=str(error),
             fix="copy or download it again",
         ) from error
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(_LFS)) == _LFS
+    except OSError:
+        return False

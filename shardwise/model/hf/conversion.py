@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError
 from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.hf.source import FURTHER_BLOCKS
 from shardwise.runtime.parallel.expert_load import COUNTS
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
@@ -66,6 +67,9 @@ _OTHER_HEADS = (r"(^|\.)pooler\.", r"^cls\.seq_relationship\.")
 """Heads of BERT's pretraining that a masked language model does not use."""
 
 
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")
+"""Older versions of transformers saved these; newer ones compute them."""
+
 _MISSING, _UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
 """Attributes of transformers' models: patterns of tensors that files may lack, and may have in addition."""
 
@@ -76,6 +80,14 @@ def excuse(model: nn.Module, missing: str, unexpected: str = "") -> None:
         if layer:
             known = getattr(model, attribute, None) or ()
             setattr(model, attribute, [*known, rf"^{re.escape(layer)}\."])
+
+
+def excuse_other_parts(model: nn.Module) -> None:
+    """Let the files have other parts than this language model, such as a vision tower."""
+    own = {".".join(name.split(".")[:2]) for name in model.state_dict()}
+    unexpected = getattr(model, _UNEXPECTED, None) or ()
+    pattern = rf"^(?!.*language_model\.)(?!{'|'.join(map(re.escape, sorted(own)))})"
+    setattr(model, _UNEXPECTED, [*unexpected, pattern])
 
 
 def fill_from_files(model: nn.Module, reference: nn.Module, files: WeightFiles) -> None:
@@ -200,14 +212,7 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
     for name, group in groups.items():
         if not any(sources.covers(member) or ignored.search(member) for member in group):
             raise CheckpointError(f"tensor {name} is missing", where=str(files.folder), why="no file has it")
-    # Older versions saved these buffers; newer ones compute them.
-    ignored = _pattern(
-        reference,
-        _UNEXPECTED,
-        r"rotary_emb\.inv_freq$",
-        r"(^|\.)position_ids$",
-        *_OTHER_HEADS,
-    )
+    ignored = _pattern(reference, _UNEXPECTED, *_OLD_BUFFERS, *_OTHER_HEADS, *_further_blocks(reference))
     for name in sources.extra:
         if not ignored.search(name) and not files.is_padding(name):
             raise CheckpointError(
@@ -215,6 +220,13 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
                 where=files.file_of(name),
                 fix="check that config.json belongs to these weights",
             )
+
+
+def _further_blocks(model: Any) -> Iterator[str]:
+    """Patterns of the blocks after the last."""
+    text = model.config.get_text_config()
+    for index in range(getattr(text, FURTHER_BLOCKS, None) or 0):
+        yield rf"(^|\.)layers\.{text.num_hidden_layers + index}\."
 
 
 def _pattern(model: nn.Module, attribute: str, *more: str) -> re.Pattern[str]:

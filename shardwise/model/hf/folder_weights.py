@@ -7,13 +7,14 @@ reverse to the source's names is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.files.folder_layout import StackSlice, TensorGroup, TensorShape, unchanged_tensor
-from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME, WeightFiles
 from shardwise.model.hf.conversion import Conversion, match_names, require_fit
 from shardwise.runtime.parallel.shard_slices import shared_names
 
@@ -67,6 +68,18 @@ def stored_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGr
             done.add(id(conversion))
             names = tuple(n for n, other in sources.converted.items() if other is conversion)
             yield _reversed_group(reference, conversion, names, files)
+
+
+def further_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
+    """The tensors that the model lacks, as they are stored: a vision tower, blocks that predict further tokens."""
+    for name in match_names(reference, files).extra:
+        if not files.is_padding(name):
+            make = partial(_read_alone, files, name)
+            yield TensorGroup((), {name: files.shapes[name]}, make, dtype=DTYPES_BY_NAME[files.kinds[name]])
+
+
+def _read_alone(files: WeightFiles, name: str, tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
+    return {name: files.read(name)}
 
 
 def _reversed_group(

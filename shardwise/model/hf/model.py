@@ -43,11 +43,11 @@ from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
 from shardwise.model.hf.attention import document_masks, takes_windows
 from shardwise.model.hf.calls import no_guessing
-from shardwise.model.hf.conversion import fill_from_files, match_names, restore_buffers
+from shardwise.model.hf.conversion import excuse_other_parts, fill_from_files, match_names, restore_buffers
 from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
-from shardwise.model.hf.folder_weights import FolderWeights, stored_groups
+from shardwise.model.hf.folder_weights import FolderWeights, further_groups, stored_groups
 from shardwise.model.hf.objective import build_for, decoder_inputs, require_objective, stored_objective
-from shardwise.model.hf.source import load_config
+from shardwise.model.hf.source import load_config, parts_without
 from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
@@ -65,7 +65,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
-_GENERATION_FILE = "generation_config.json"
+_COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 _WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
 
@@ -124,7 +124,10 @@ class HuggingFaceModel(Blueprint):
     def _reference(self) -> nn.Module:
         """The whole model on the meta device; the weight files must match it."""
         with torch.device("meta"):
-            return self.build()
+            model = self.build()
+        if parts_without(model, self.config):
+            excuse_other_parts(model)
+        return model
 
     @property
     def depth(self) -> int | None:  # type: ignore[override]
@@ -133,9 +136,15 @@ class HuggingFaceModel(Blueprint):
         return blocks.blocks if blocks is not None and blocks[1:] == (1, 0) else None
 
     def departures(self, compute: str) -> tuple[str, ...]:
-        method = (self._quantization or {}).get("quant_method")
-        quantized = f"config.json says {method}: weights that are trained or exported are dequantized"
-        return (*self._departures, *([quantized] if method else []), *narrowed(self._reference, compute))
+        notes = list(self._departures)
+        if self._quantization:
+            method = self._quantization["quant_method"]
+            notes.append(f"config.json says {method}: weights that are trained or exported are dequantized")
+        if parts := parts_without(self._reference, self.config):
+            notes.append(
+                f"only the language model is trained; exports copy what {', '.join(parts)} describes"
+            )
+        return (*notes, *narrowed(self._reference, compute))
 
     @property
     def config_text(self) -> str:  # type: ignore[override]
@@ -353,12 +362,15 @@ class HuggingFaceModel(Blueprint):
 
     def hf_folder(self) -> HFFolder:
         """The source's own form and config, without the changes made for training."""
-        folder = folder_of(self.source, ["config.json", _GENERATION_FILE])
+        folder = folder_of(self.source, ["config.json", *_COPIED])
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config.pop("quantization_config", None)
-        groups = list(stored_groups(self._reference, self._files()))
-        copied = [folder / _GENERATION_FILE] if (folder / _GENERATION_FILE).is_file() else []
-        return HFFolder(config, groups, copied)
+        for key in ("quantization_config", "auto_map"):
+            config.pop(key, None)
+        files = self._files()
+        groups = list(stored_groups(self._reference, files))
+        further = list(further_groups(self._reference, files))
+        copied = [folder / name for name in _COPIED if (folder / name).is_file()]
+        return HFFolder(config, groups, copied, further=further)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         shapes = token_shapes(sequence_length)

@@ -15,6 +15,9 @@ from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf.objective import stored_objective
 
 _NEEDS_CODE = "auto_map"
+"""Many models keep it after transformers got a class for them (Phi-3, DeepSeek-V3); then that class is used."""
+FURTHER_BLOCKS = "num_nextn_predict_layers"
+"""Key of config.json: blocks after the last that predict further tokens, which transformers does not build."""
 _OF_OTHER_HEADS = ("classif", "summary", "qa_")
 """Words in keys of dropout that only other heads than the language model's have."""
 _BEYOND_DROPOUT = ("layerdrop", "drop_path", "jitter")
@@ -59,20 +62,21 @@ def load_config(source: str, objective: str | None, dropout: bool = False) -> Op
         raise RecipeError("config.json cannot be read", where=where, why=str(error)) from error
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise RecipeError("config.json names no model_type", where=where)
-    if _NEEDS_CODE in raw:
+    transformers = transformers_library()
+    if _NEEDS_CODE in raw and raw["model_type"] not in transformers.CONFIG_MAPPING:
         raise RecipeError(
             "the model needs its own code (trust_remote_code)",
             where=where,
-            why=f"config.json has {_NEEDS_CODE}",
+            why=f"config.json has {_NEEDS_CODE}, and transformers has no class for {raw['model_type']!r}",
             fix="use a model that transformers knows",
         )
     quantization = raw.get("quantization_config")
     if quantization:
         formats_of(quantization, where)
     try:
-        config = transformers_library().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         _quiet(config, keep_padding=(objective or stored_objective(config)) != "causal")
-        departures = tuple(_without_noise(config, dropout))
+        departures = (*_without_noise(config, dropout), *_without_further_tokens(config))
         _require_sizes(config.get_text_config())
         if quantization:
             del config.quantization_config
@@ -96,10 +100,13 @@ def _config_parts(config: Any) -> list[Any]:
 
 
 def _quiet(config: Any, keep_padding: bool) -> None:
-    """No cache, and no pad token unless positions depend on it (see `model`)."""
+    """No cache, and no pad token unless positions depend on it (see `model`).
+
+    The language model of a larger one keeps its pad token: Gemma 4 puts it in the place of images.
+    """
     for part in _config_parts(config):
         part.use_cache = False
-        if not keep_padding:
+        if not keep_padding and part is config:
             with suppress(
                 Exception
             ):  # each config checks in its own way; some must have one, which build_for ignores
@@ -126,6 +133,22 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
         yield "model.dropout is true, and config.json asks for none: there is no dropout"
     if other:
         yield f"config.json asks for {_listed_values(other)}, which is off"
+
+
+def _without_further_tokens(config: Any) -> Iterator[str]:
+    count = getattr(config.get_text_config(), FURTHER_BLOCKS, None)
+    if count:
+        yield f"config.json has {FURTHER_BLOCKS} {count}: those blocks are not trained, and exports copy them"
+
+
+def parts_without(model: Any, config: Any) -> list[str]:
+    """Sections of a config that describe other parts than the language model, if ``model`` is that alone."""
+    if config.get_text_config() is config or type(model.config) is type(config):
+        return []
+    text = type(config.get_text_config())
+    return [
+        key for key, part in vars(config).items() if hasattr(part, "model_type") and type(part) is not text
+    ]
 
 
 def _listed_values(values: Mapping[str, float]) -> str:
