@@ -1,7 +1,7 @@
 """How published models are stored in floats of 8 and 4 bits.
 
 fp8            weight (e4m3) and weight_scale_inv, which is a scale of each block of [128, 128] weights or of the tensor
-               (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3). The name is that of the inverse of what scaled it
+               (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3). Weight = value * scale, whatever its name says
 mxfp4          NAME_blocks [e, out, in / 32, 16] and NAME_scales [e, out, in / 32]: stacks of experts (gpt-oss)
 bitsandbytes   4 bits: weight [out in / 2, 1], weight.absmax, weight.quant_map, weight.nested_absmax,
                weight.nested_quant_map, and a JSON text in weight.quant_state. 8 bits: weight, SCB [out]

@@ -259,7 +259,7 @@ def _config(folder: Path, **changes: Any) -> None:
         (lambda f: (f / "config.json").write_text("{]"), r"config\.json cannot be read"),
         (lambda f: (f / "config.json").write_text("[]"), "names no model_type"),
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), r"config\.json cannot be read"),
-        (lambda f: _config(f, auto_map={"AutoModel": "x.Y"}), "needs its own code"),
+        (lambda f: _config(f, auto_map={"AutoModel": "x.Y"}, model_type="own"), "needs its own code"),
         (lambda f: _config(f, quantization_config={"quant_method": "gptq"}), "quantized weights"),
         (lambda f: _config(f, model_type="nothing"), r"config\.json is not valid"),
         (lambda f: _config(f, model_type="vit"), "not a causal language model"),
