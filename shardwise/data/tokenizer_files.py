@@ -23,7 +23,8 @@ GENERATION_CONFIG = "generation_config.json"
 def templates_next_to(path: Path) -> dict[str, str]:
     """The chat templates in the folder of a `tokenizer.json`, by name; {} if there are none.
 
-    As transformers: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `tokenizer_config.json`.
+    As transformers: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `tokenizer_config.json`; else
+    `chat_template.json`, where models that also read images may have them.
     """
     folder = path.parent
     sources = {"default": _text_of_file(folder / "chat_template.jinja")}
@@ -32,7 +33,9 @@ def templates_next_to(path: Path) -> dict[str, str]:
         for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
     sources = {name: text for name, text in sources.items() if text}
-    return sources or templates_of(settings_next_to(path).get("chat_template"))
+    for settings in (settings_next_to(path), _object_in(folder / "chat_template.json")):
+        sources = sources or templates_of(settings.get("chat_template"))
+    return sources
 
 
 def templates_of(value: object) -> dict[str, str]:

@@ -56,6 +56,7 @@ _TOKENIZER = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",

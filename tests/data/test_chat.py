@@ -497,6 +497,16 @@ def test_a_chat_with_tools_takes_the_template_for_them(place: str, tmp_path: Pat
     assert encoded(folder, {"messages": TWO})[0] == theirs(folder, {"messages": TWO})
 
 
+def test_the_template_of_a_processor_is_that_of_its_chats(tmp_path: Path) -> None:
+    """Models that also read images may have it in ``chat_template.json``, which tokenizers of transformers do not read."""
+    folder = folder_of(tmp_path / "t", templates.CHATML)
+    expected = encoded(folder, {"messages": TWO})
+    template = tmp_path / "t" / "chat_template.jinja"
+    (tmp_path / "t" / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    assert encoded(folder, {"messages": TWO}) == expected
+
+
 def test_nulls_of_arrow_are_no_arguments(tmp_path: Path, opened: Opener) -> None:
     """Parquet gives all structs of a column the same fields."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
