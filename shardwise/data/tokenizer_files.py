@@ -23,8 +23,8 @@ GENERATION_CONFIG = "generation_config.json"
 def templates_next_to(path: Path) -> dict[str, str]:
     """The chat templates in the folder of a `tokenizer.json`, by name; {} if there are none.
 
-    As transformers: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `tokenizer_config.json`; else
-    `chat_template.json`, where models that also read images may have them.
+    As transformers: `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, else `tokenizer_config.json`.
+    Else `chat_template.json`, where models that also read images may have them.
     """
     folder = path.parent
     sources = {"default": _text_of_file(folder / "chat_template.jinja")}
