@@ -498,7 +498,7 @@ def test_a_chat_with_tools_takes_the_template_for_them(place: str, tmp_path: Pat
 
 
 def test_the_template_of_a_processor_is_that_of_its_chats(tmp_path: Path) -> None:
-    """Models that also read images may have it in ``chat_template.json``, which transformers' tokenizers do not read."""
+    """Models of images may have it in ``chat_template.json``, which transformers' tokenizers do not read."""
     folder = folder_of(tmp_path / "t", templates.CHATML)
     expected = encoded(folder, {"messages": TWO})
     template = tmp_path / "t" / "chat_template.jinja"
