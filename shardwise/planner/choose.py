@@ -19,8 +19,8 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor, without_one_time_costs
-from shardwise.planner.space import Space
-from shardwise.planner.strategy_search import StrategySearch, blocks_and_loss
+from shardwise.planner.space import Space, blocks_and_loss
+from shardwise.planner.strategy_search import StrategySearch
 from shardwise.technique import STATES, within
 
 _LAST_RESORT_SAVES = 0.1

@@ -11,7 +11,6 @@ which activations are recomputed or offloaded, the loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,6 +23,8 @@ from shardwise.technique import (
     AXES,
     MICRO_BATCH_SIZE,
     ORDER,
+    PARTS,
+    STATES,
     Technique,
     broken_rules,
     case_of,
@@ -76,6 +77,28 @@ class Space:
     def mesh_of(self, strategy: Strategy) -> Mesh:
         layout = layout_of(strategy, self.cluster.world_size)
         return tuple(layout.degree(axis.name) for axis in AXES if axis.divides_model)
+
+    def children(self, mesh: Mesh, meshes: Mapping[Mesh, object]) -> Iterator[Mesh]:
+        """Meshes with one larger degree, by the smallest factor that there is.
+
+        Ranks of an axis that divides one kind of layers, such as experts, keep their samples. Within a node such an
+        axis does not change what the network carries, and a small degree saves little. So it starts with the largest
+        degree there, and smaller ones follow it.
+        """
+        node = self.cluster.devices_per_node
+        axes = [axis for axis in AXES if axis.divides_model]
+        for at, degree in enumerate(mesh):
+            others = {o[at]: o for o in meshes if o[:at] + o[at + 1 :] == mesh[:at] + mesh[at + 1 :]}
+            larger = [other for other in others if other > degree and other % degree == 0]
+            within = [other for other in larger if axes[at].samples and degree == 1 and other <= node]
+            smaller = [other for other in others if axes[at].samples and 1 < other < degree <= node]
+            following = [max(within) if within else min(larger)] if larger else []
+            yield from (others[other] for other in (*following, *([max(smaller)] if smaller else [])))
+
+    def divides_some_layers(self, strategy: Strategy) -> bool:
+        """Whether ranks with samples of their own share the work of some layers, such as experts."""
+        layout = layout_of(strategy, self.cluster.world_size)
+        return any(axis.samples and layout.degree(axis.name) > 1 for axis in AXES if axis.divides_model)
 
     def moved(self, strategy: Strategy, origin: Strategy) -> Strategy:
         """The completion of an origin with the values of another origin's completion."""
@@ -146,15 +169,6 @@ def _of_a_part(technique: Technique, setting: Setting[Any]) -> bool:
     return within(strategy, None)[setting] == setting.default
 
 
-def children(mesh: Mesh, meshes: Mapping[Mesh, object]) -> Iterator[Mesh]:
-    """Meshes with one larger degree, by the smallest factor that there is."""
-    for axis, degree in enumerate(mesh):
-        larger = [
-            other
-            for other in meshes
-            if other[:axis] + other[axis + 1 :] == mesh[:axis] + mesh[axis + 1 :]
-            and other[axis] > degree
-            and other[axis] % degree == 0
-        ]
-        if larger:
-            yield min(larger, key=math.prod)
+def blocks_and_loss(strategy: Strategy) -> tuple[Strategy, ...]:
+    """What the strategy sets of the parts of a step, but for the states."""
+    return tuple(within(strategy, part) for part in PARTS if part != STATES)

@@ -26,15 +26,12 @@ from shardwise.planner.fragmentation import LearnedFragmentation
 from shardwise.planner.one_time import with_one_time_costs
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
-from shardwise.planner.space import Mesh, Space, children
+from shardwise.planner.space import Mesh, Space, blocks_and_loss
 from shardwise.planner.verdicts import Estimate
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
-    PARTS,
-    STATES,
     has_stages,
     stages_of,
-    within,
     without_stages,
 )
 
@@ -149,9 +146,7 @@ class StrategySearch:
     def _walk(self) -> None:
         """Visit meshes, those with the fewest model ranks first; then stages of the best strategies."""
         meshes = self.walked
-        if not meshes:
-            return
-        queue, seen = [min(meshes, key=math.prod)], set[Mesh]()
+        queue, seen = sorted(meshes, key=math.prod)[:1], set[Mesh]()
         while queue and len(seen) < (MOST_MESHES if self.only is None else 1):
             mesh = min(queue, key=math.prod)
             queue.remove(mesh)
@@ -163,7 +158,7 @@ class StrategySearch:
             if self.predictor.cluster.device.traits.is_host and self.fitting:
                 return
             if not self.fitting or self._least() < before * (1 - TELLS):
-                queue += [child for child in children(mesh, meshes) if child not in {*seen, *queue}]
+                queue += [m for m in self.space.children(mesh, meshes) if m not in {*seen, *queue}]
         trials = self.trials
         for origin in sorted(trials, key=lambda strategy: self._value(trials[strategy]))[:BEST_MESHES]:
             self._compose(origin)
@@ -223,10 +218,13 @@ class StrategySearch:
         return combinations
 
     def _few(self, origin: Strategy, completions: Sequence[Strategy]) -> Sequence[Strategy]:
-        """The best one so far in other meshes, else the plainest; and the one that takes least."""
+        """The best of other meshes, before it one that recomputes no exchange, and the one that takes least."""
         best = self.space.moved(self._best().strategy, origin) if self.fitting else completions[0]
+        best = best if best in completions else completions[0]
+        repeats = self.space.divides_some_layers(origin)
+        plainer = next((s for s in completions if repeats and self.space.plainer(s, best)), best)
         smallest = min(reversed(completions), key=self.predictor.least_bytes)  # the last recomputes most
-        return list(dict.fromkeys([best if best in completions else completions[0], smallest]))
+        return list(dict.fromkeys([plainer, best, smallest]))
 
     def _trial(self, origin: Strategy, completions: Sequence[Strategy]) -> Estimate | None:
         """The estimate of one completion, from its own dry runs, if it fits and is faster than the best so far."""
@@ -393,8 +391,3 @@ class StrategySearch:
                 break
             best = smaller
         return best
-
-
-def blocks_and_loss(strategy: Strategy) -> tuple[Strategy, ...]:
-    """What the strategy sets of the parts of a step, but for the states."""
-    return tuple(within(strategy, part) for part in PARTS if part != STATES)

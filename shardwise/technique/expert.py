@@ -111,10 +111,11 @@ class ExpertParallel(Dividing):
     rules = RULES
 
     def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
-        """Degrees within a node: every layer waits for the exchange."""
+        """Degrees within a node, and of whole nodes: there, too, an exchange may take less than gathering weights."""
         if setting is not EXPERT_PARALLEL or not case.experts:
             return ()
-        degrees = range(2, (case.devices_per_node or case.world_size) + 1)
+        node = case.devices_per_node or case.world_size
+        degrees = (*range(2, node), *range(node, case.world_size + 1, node))
         plain = replace(case, strategy=case.strategy.with_values(expert_parallel=1))
         return (1, *(degree for degree in degrees if _degree_divides(plain, degree)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from shardwise.planner.choose import choose_strategy
 from shardwise.planner.fragmentation import LearnedFragmentation
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
-from shardwise.planner.space import Space, children
+from shardwise.planner.space import Space
 from shardwise.planner.strategy_search import TELLS, StrategySearch
 from shardwise.planner.verdicts import Estimate
 from shardwise.recipe.load import recipe_of
@@ -206,17 +207,45 @@ def test_plainer_compares_ordered_settings_alone() -> None:
 
 
 def test_children_have_one_larger_degree() -> None:
-    meshes = {(1, 1, 1): 0, (1, 2, 1): 0, (1, 4, 1): 0, (1, 2, 2): 0, (3, 1, 1): 0}
-    assert list(children((1, 1, 1), meshes)) == [(3, 1, 1), (1, 2, 1)]
-    assert list(children((1, 2, 1), meshes)) == [(1, 4, 1), (1, 2, 2)]
+    """Degrees of pipeline, experts, sequence and tensor."""
+    of = space(recipe())
+    meshes = dict.fromkeys([(1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1), (1, 1, 2, 2), (3, 1, 1, 1)])
+    assert list(of.children((1, 1, 1, 1), meshes)) == [(3, 1, 1, 1), (1, 1, 2, 1)]
+    assert list(of.children((1, 1, 2, 1), meshes)) == [(1, 1, 4, 1), (1, 1, 2, 2)]
+
+
+def test_experts_are_divided_over_a_node_first() -> None:
+    """Then over more nodes, and over fewer devices: 2 ranks of 8 move about as many bytes between nodes as one."""
+    of = space(recipe("4xA100-80GB", nodes=4))
+    meshes = {(1, degree, 1, 1): None for degree in (1, 2, 4, 8, 16)}
+    assert list(of.children((1, 1, 1, 1), meshes)) == [(1, 4, 1, 1)]
+    assert list(of.children((1, 4, 1, 1), meshes)) == [(1, 8, 1, 1), (1, 2, 1, 1)]
+    assert list(of.children((1, 8, 1, 1), meshes)) == [(1, 16, 1, 1)]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_where_experts_are_divided_a_trial_first_recomputes_nothing(degree: int) -> None:
+    """Recomputation repeats the exchange of tokens, and the memory that divided experts free may do without it."""
+    pinned = {**ALONE, "zero_stage": 3, "expert_parallel": degree}
+    asked = recipe(model={**MODEL, "experts": 4}, strategy=pinned)
+    of = StrategySearch(Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster)), space(asked))
+    (origin,) = next(iter(of.meshes.values()))
+    completions = list(of.space.completions(origin))
+    full = next(s for s in completions if s.values["activation_checkpointing"] == "full")
+    of.fitting = [SimpleNamespace(strategy=full, seconds=1.0)]  # type: ignore[list-item]
+    first, *others = [s.values["activation_checkpointing"] for s in of._few(origin, completions)]
+    assert first == ("full" if degree == 1 else "none")
+    assert "full" in [first, *others]
+
+
+ALONE = {"tensor_parallel": 1, "sequence_parallel": 1, "pipeline_parallel": 1, "precision": "bf16"}
 
 
 def search(
     memory_mib: float | None = None, objective: str = "seconds", devices: int = 2, **pinned: object
 ) -> StrategySearch:
     """On a few devices, without model axes, which take seconds; of a model that estimates are composed for."""
-    alone = {"tensor_parallel": 1, "sequence_parallel": 1, "pipeline_parallel": 1, "precision": "bf16"}
-    strategy = {**alone, "loss": "logits", "replicate": 1, "compile": "none", **pinned}
+    strategy = {**ALONE, "loss": "logits", "replicate": 1, "compile": "none", **pinned}
     values: dict[str, Any] = {"model": {**WIDE, "layers": 5}, "strategy": strategy, "batch_size": 2 * devices}
     asked = recipe(f"{devices}xA100-80GB", memory_mib=memory_mib, plan={"objective": objective}, **values)
     return StrategySearch(Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster)), space(asked))
