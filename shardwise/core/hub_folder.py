@@ -6,9 +6,11 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardwise.core.errors import RecipeError, one_line
+from shardwise.core.errors import RecipeError, ShardwiseError, one_line
 from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of
+
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def folder_of(source: str, files: list[str]) -> Path:
@@ -50,7 +52,25 @@ def _advice(source: str, folder: Path) -> str:
         return f"this is a repository in the Hub's cache: give {snapshots[-1].parent}"
     if (folder / "adapter_config.json").exists():
         return "this is an adapter: give the model that it is of, and adapter.start_from to train on from it"
+    if inside := sorted(folder.glob("*/config.json")):
+        return f"give {'one of its folders, such as ' if len(inside) > 1 else ''}{inside[-1].parent}"
     return ""
+
+
+def require_content(file: Path, kind: type[ShardwiseError]) -> None:
+    """Raise an error if a file is only the pointer that a clone without git-lfs has in place of a large file."""
+    try:
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(_LFS)) == _LFS
+    except OSError:
+        return  # the caller reads it again
+    if is_pointer:
+        raise kind(
+            f"{file.name} is a Git LFS pointer, not the file",
+            where=str(file),
+            why="the folder was cloned without git-lfs",
+            fix="run git lfs pull in it, or download the model with hf download",
+        )
 
 
 def _said_by(error: Exception) -> str:

@@ -31,6 +31,7 @@ import xxhash
 
 from shardwise.core.errors import DataError, one_line, shorten
 from shardwise.core.extras import install
+from shardwise.core.hub_folder import require_content
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.spans import TextSpan, mask_of
@@ -298,6 +299,7 @@ def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
         import tokenizers
     except ImportError:
         raise _not_installed("tokenizers") from None
+    require_content(path, DataError)
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the Rust side raises a bare Exception for a malformed file

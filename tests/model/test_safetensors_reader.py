@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.core.errors import CheckpointError
+from shardwise.core.errors import CheckpointError, ShardwiseError
 from shardwise.model.files import safetensors_reader as weights
 from shardwise.model.files.peft import AdapterFiles, write_adapter
 from shardwise.model.hf import HuggingFaceModel
@@ -109,6 +109,17 @@ def _index(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+
+
+def _instead_of_weights(folder: Path, file: str = "") -> None:
+    for weight_file in (*folder.glob("*.safetensors"), folder / weights.INDEX):
+        weight_file.unlink()
+    if file:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -118,15 +129,39 @@ def _index(folder: Path, **changes: Any) -> None:
         (lambda f: _index(f, weight_map=[1]), "index of the weights cannot be read"),
         (lambda f: _index(f, weight_map={"a": "../x.safetensors"}), r"the index names '\.\./x\.safetensors'"),
         (lambda f: _index(f, weight_map={"a": "model-00001-of-00099.bin"}), "not a safetensors file"),
-        (lambda f: (f / weights.INDEX).unlink(), "no weights"),
-        (lambda f: ((f / weights.INDEX).unlink(), (f / "a.bin").touch()), "the weights are pickles"),
+        (lambda f: (f / weights.INDEX).unlink(), "the index of the weights is missing"),
+        (lambda f: _instead_of_weights(f), "no weights"),
+        (lambda f: _instead_of_weights(f, "a.bin"), "the weights are pickles"),
+        (lambda f: _instead_of_weights(f, "consolidated.safetensors"), r"only consolidated\.safetensors"),
+        (lambda f: _instead_of_weights(f, "original/consolidated.00.pth"), "only original/"),
+        (
+            lambda f: _instead_of_weights(f, ".cache/huggingface/download/x.incomplete"),
+            "download .* not complete",
+        ),
+        (lambda f: next(f.glob("*-00002-*")).write_text(POINTER), "is a Git LFS pointer.*git lfs pull"),
+        (lambda f: (f / "config.json").write_text(POINTER), r"config\.json is a Git LFS pointer"),
     ],
-    ids=["cut", "gone", "json", "list", "escape", "pickled", "none", "pickles"],
+    ids=[
+        "cut",
+        "gone",
+        "json",
+        "list",
+        "escape",
+        "pickled",
+        "shards",
+        "none",
+        "pickles",
+        "consolidated",
+        "original",
+        "incomplete",
+        "pointer",
+        "config",
+    ],
 )
 def test_damaged_folders(damage: Any, says: str, saved: Any, whole: Any) -> None:
     folder = saved(_configs()["llama"], max_shard_size="8KB")
     damage(folder)
-    with pytest.raises(CheckpointError, match=says) as caught:
+    with pytest.raises(ShardwiseError, match=says) as caught:
         whole(HuggingFaceModel(str(folder), 24))
     assert "\n" not in caught.value.line()
 

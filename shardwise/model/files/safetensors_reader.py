@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError
+from shardwise.core.hub_folder import folder_of, require_content
 from shardwise.runtime.parallel.shard_slices import Slices, local_part, local_slices
 
 PIECE = 64 * 2**20
@@ -30,7 +31,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATING = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as safetensors calls them. Others need quantized_files.py."""
-_LFS = b"version https://git-lfs"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -138,6 +138,16 @@ class WeightFiles:
                 yield piece, source[wanted]
 
 
+def weights_folder(source: str) -> Path:
+    """The folder with the weights of a folder or Hub id. Raises RecipeError and CheckpointError.
+
+    Of a Hub id no other files are downloaded: authors publish their own format next to that of transformers.
+    """
+    folder = folder_of(source, [SINGLE, INDEX])
+    shards = sorted(set(_read_index(folder).values()))
+    return folder_of(source, shards) if shards else folder
+
+
 def _row_pieces(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
     """Cut a shard and its slices of the global tensor into groups of rows of at most PIECE bytes."""
     first, rest = slices[0], slices[1:]
@@ -148,12 +158,13 @@ def _row_pieces(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name to file name; empty if the weights are one file."""
+    """Tensor name to file name; empty if the weights are one file, which comes first, as in transformers."""
     path = folder / INDEX
-    if not path.is_file():
-        if not (folder / SINGLE).is_file():
-            raise _no_weights(folder)
+    if (folder / SINGLE).is_file():
         return {}
+    if not path.is_file():
+        raise _no_weights(folder)
+    require_content(path, CheckpointError)
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name): str(file) for name, file in index.items()}
@@ -170,14 +181,24 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _no_weights(folder: Path) -> CheckpointError:
-    if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
-        return CheckpointError(
-            "the weights are pickles",
-            where=str(folder),
-            why="reading a pickle runs the code in it",
-            fix="convert them: load them with transformers if you trust them, then save_pretrained",
-        )
-    return CheckpointError("no weights", where=str(folder), why=f"neither {SINGLE} nor {INDEX} is there")
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    unfinished = (
+        *folder.glob(".cache/huggingface/download/*.incomplete"),
+        *folder.parent.parent.glob("blobs/*.incomplete"),  # of the Hub's cache
+    )
+    what, why = "no weights", f"neither {SINGLE} nor {INDEX} is there"
+    fix = "check the folder; of a model that is published as .bin alone, save it with transformers' save_pretrained"
+    if unfinished:
+        what, fix = "the download of the weights is not complete", "download them again"
+    elif any("-of-" in name for name in others):
+        what, fix = "the index of the weights is missing", f"download {INDEX} too"
+    elif any(next(folder.glob(pattern), None) for pattern in _PICKLES):
+        what, why = "the weights are pickles", "reading a pickle runs the code in it"
+        fix = "convert them: load them with transformers if you trust them, then save_pretrained"
+    elif others or any(folder.glob("original/*")):
+        why += f", only {others[0] if others else 'original/'}, the format of its authors"
+        fix = "download the files in transformers' format, model*.safetensors"
+    return CheckpointError(what, where=str(folder), why=why, fix=fix)
 
 
 @contextmanager
@@ -185,29 +206,16 @@ def _opened_file(file: Path) -> Iterator[Any]:
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError("a file of the weights is not a regular file", where=str(file))
+        require_content(file, CheckpointError)
         with safe_open(file, framework="pt", device="cpu") as opened:
             yield opened
     except FileNotFoundError as error:
-        raise CheckpointError("a file of the weights is missing", where=str(file)) from error
+        fix = "download or copy it again"
+        raise CheckpointError("a file of the weights is missing", where=str(file), fix=fix) from error
     except (SafetensorError, OSError, ValueError) as error:
-        if _is_lfs_pointer(file):
-            raise CheckpointError(
-                "a file of the weights is a Git LFS pointer",
-                where=str(file),
-                why="the repository was cloned without its large files",
-                fix="run git lfs pull in the folder",
-            ) from error
         raise CheckpointError(
             "a file of the weights is damaged",
             where=str(file),
             why=str(error),
             fix="copy or download it again",
         ) from error
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(_LFS)) == _LFS
-    except OSError:
-        return False

@@ -40,7 +40,7 @@ from shardwise.model.blueprint import (
 )
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
-from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
+from shardwise.model.files.safetensors_reader import INDEX, SINGLE, STORED_DTYPES, WeightFiles, shards_in
 from shardwise.model.hf.attention import document_masks, takes_windows
 from shardwise.model.hf.calls import no_guessing
 from shardwise.model.hf.conversion import excuse_other_parts, fill_from_files, match_names, restore_buffers
@@ -66,7 +66,6 @@ _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
 _COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
-_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
 
 class HuggingFaceModel(Blueprint):
@@ -331,7 +330,9 @@ class HuggingFaceModel(Blueprint):
         return FolderWeights(self._reference, self._files())
 
     def _files(self) -> WeightFiles:
-        folder = folder_of(self.source, _WEIGHT_FILES)
+        folder = folder_of(self.source, [SINGLE, INDEX])
+        if shards := shards_in(folder):  # no others: authors publish a second format on the Hub
+            folder = folder_of(self.source, shards)
         if not self._quantization:
             return WeightFiles(folder)
         formats = formats_of(self._quantization, f"model.hf: {self.source}")

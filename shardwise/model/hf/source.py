@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.extras import install
-from shardwise.core.hub_folder import folder_of
+from shardwise.core.hub_folder import folder_of, require_content
 from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf.objective import stored_objective
 
@@ -56,6 +56,7 @@ def load_config(source: str, objective: str | None, dropout: bool = False) -> Op
     """The model's config; ``dropout`` keeps its dropout. Raises RecipeError."""
     where = f"model.hf: {source}"
     path = folder_of(source, ["config.json"]) / "config.json"
+    require_content(path, RecipeError)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -285,10 +285,14 @@ def test_a_path_is_never_looked_up_on_the_hub(source: str, monkeypatch: pytest.M
         HuggingFaceModel(source, 24)
 
 
-def test_a_hub_id_is_downloaded_in_two_parts(saved: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shard_size", ["1GB", "30KB"])
+def test_a_hub_id_is_downloaded_in_parts(
+    shard_size: str, saved: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that the index does not name are not downloaded: authors publish their own format next to them."""
     import huggingface_hub
 
-    folder, asked = saved(_configs()["llama"]), []
+    folder, asked = saved(_configs()["llama"], max_shard_size=shard_size), []
 
     def download(name: str, allow_patterns: list[str]) -> str:
         asked.append((name, *allow_patterns))
@@ -299,7 +303,9 @@ def test_a_hub_id_is_downloaded_in_two_parts(saved: Any, whole: Any, monkeypatch
     assert blueprint.parameter_count() > 0
     assert asked == [("org/model", "config.json")], "planning needs no weights"
     whole(blueprint)
-    assert asked[1:] == [("org/model", "*.safetensors", "*.safetensors.index.json")]
+    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    of_index = [] if shards == [weights.SINGLE] else [("org/model", *shards)]
+    assert asked[1:] == [("org/model", weights.SINGLE, weights.INDEX), *of_index]
 
 
 def test_a_failed_download_is_one_line() -> None:
