@@ -36,6 +36,7 @@ from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.spans import TextSpan, mask_of
 from shardwise.data.tokenizer_files import (
+    add_tokens_next_to,
     added_before,
     begin_token,
     ends_of_model,
@@ -43,7 +44,7 @@ from shardwise.data.tokenizer_files import (
     templates_next_to,
     templates_of,
 )
-from shardwise.recipe.data_sections import brings_tokenizer
+from shardwise.recipe.data_sections import TOKENIZER_FILES, brings_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -309,6 +310,7 @@ def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
             why=f"{type(error).__name__}: {error}",
             fix="give a tokenizer.json as the tokenizers library saves it",
         ) from None
+    add_tokens_next_to(backend, path)
     first = begin_token(backend, path) if begin == "auto" else None
     templates, special = templates_next_to(path), special_next_to(path)
     ends = ends_of_model(path.parent)
@@ -335,15 +337,18 @@ def _through_transformers(name: str, source: str, begin: str) -> Tokenizer:
         from transformers import AutoTokenizer
     except ImportError:
         raise _not_installed("transformers") from None
+    for file in TOKENIZER_FILES:
+        require_content(Path(source) / file, DataError)
     try:
         loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # network, hub or file format
         said = f"{type(error).__name__}: {one_line(str(error))}"
+        here = Path(source).exists()
         raise DataError(
             f"cannot load tokenizer '{name}'",
             where="data.tokenizer",
-            why=said if Path(source).exists() else f"{missing(name)}; from the Hub: {said[:60]}…",
-            fix="check the name and the network, or give a local folder with tokenizer.json",
+            why=said if here else f"{missing(name)}; from the Hub: {said[:60]}…",
+            fix=f"{'' if here else 'check the name and the network, or '}give a local folder with tokenizer.json",
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     separator = loaded.sep_token_id if loaded.eos_token_id is None else loaded.eos_token_id

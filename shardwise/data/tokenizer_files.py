@@ -71,6 +71,25 @@ def special_next_to(path: Path) -> dict[str, str]:
     return {key: value for key, value in contents.items() if value}
 
 
+def add_tokens_next_to(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """Add the tokens that only the files next to a `tokenizer.json` name, as transformers does. Raises DataError."""
+    from tokenizers import AddedToken
+
+    named = settings_next_to(path).get("added_tokens_decoder")
+    if not isinstance(named, dict):
+        named = {number: token for token, number in _object_in(path.parent / "added_tokens.json").items()}
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for _, token in sorted(named.items(), key=lambda item: str(item[0]).zfill(9)):
+        content = _content_of(token)
+        if content and content not in known:
+            stated = token if isinstance(token, dict) else {}
+            flags = {name: value for name in _FLAGS if isinstance(value := stated.get(name), bool)}
+            backend.add_tokens([AddedToken(content, **flags)])
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
 def _object_in(path: Path) -> dict[str, Any]:
     """The object in a file of JSON; {} if the file is missing. Raises DataError: a guess would change the tokens."""
     text = _text_of_file(path)

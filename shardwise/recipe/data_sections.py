@@ -12,9 +12,9 @@ from shardwise.recipe.section import RecipeText, Section, words
 MOST_LENGTH = 100_000_000
 """Tokens of the longest sequence."""
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
-    "sentencepiece.bpe.model", "spm.model", "vocab.json", "vocab.txt",
+    "sentencepiece.bpe.model", "spm.model", "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
 
 
@@ -111,5 +111,5 @@ def brings_tokenizer(model: str) -> bool:
     """Whether a model of Hugging Face has a tokenizer: a folder with a tokenizer's file, or an id on the Hub."""
     path = path_of(model)
     if path.exists() or only_a_path(model):
-        return any((path / name).is_file() for name in _TOKENIZER_FILES)
+        return any((path / name).is_file() for name in TOKENIZER_FILES)
     return True

@@ -113,6 +113,30 @@ def test_special_tokens_of_a_template_are_those_of_transformers(tmp_path: Path) 
     assert text == "<s><image>Hi</s>" and ours.separator == theirs.eos_token_id
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "added_tokens.json"])
+def test_tokens_that_only_the_files_next_to_it_name(place: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    settings = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = save(tmp_path / "t", ["</s>"], settings)
+    added = {"<|b|>": 999, "<|a|>": 1000}
+    content = {
+        **settings,
+        "added_tokens_decoder": {str(n): {"content": t, "special": True} for t, n in added.items()},
+    }
+    (folder / place).write_text(json.dumps(content if place == "tokenizer_config.json" else added))
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    assert open_tokenizer(str(folder)).encode("def<|a|> <|b|>") == theirs("def<|a|> <|b|>")["input_ids"]
+
+
+def test_a_pointer_of_git_lfs_in_place_of_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
+    )
+    with pytest.raises(DataError, match=r"tokenizer\.model is a Git LFS pointer"):
+        open_tokenizer(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
