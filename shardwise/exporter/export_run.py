@@ -25,7 +25,7 @@ from shardwise.core.hub_folder import folder_of
 from shardwise.core.paths import path_of
 from shardwise.core.run_files import Which
 from shardwise.data import Tokenizer, open_tokenizer
-from shardwise.data.tokenizer_files import GENERATION_CONFIG
+from shardwise.data.tokenizer_files import GENERATION_CONFIG, settings_next_to
 from shardwise.exporter.ends import with_ends
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.exporter.module_weights import write_weights
@@ -34,6 +34,7 @@ from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME
 from shardwise.model.merging import Merged, ReadTensor
 from shardwise.model.open import base_of, model_of, with_head
 from shardwise.model.streaming import max_logit_difference
+from shardwise.recipe.data_sections import TOKENIZER_FILES
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import precision_of
 from shardwise.trainer.meter import frees_returned
@@ -51,18 +52,9 @@ EXPORT_DTYPES: Mapping[str, torch.dtype] = {
 """Dtype of the written weights, by the run's precision or the value of ``--dtype``."""
 
 _TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
+    *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/*.jinja",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -256,7 +248,11 @@ def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
     """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
     path = path_of(source)
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))
-    files: dict[str, ExtraFile] = {name: where / name for name in _TOKENIZER if (where / name).is_file()}
+    found = [file for name in _TOKENIZER for file in sorted(where.glob(name)) if file.is_file()]
+    files: dict[str, ExtraFile] = {file.relative_to(where).as_posix(): file for file in found}
+    settings = settings_next_to(where / "tokenizer.json")
+    if settings.pop("auto_map", None):  # its code is not copied
+        files["tokenizer_config.json"] = lambda: json.dumps(settings, indent=2).encode() + b"\n"
     if path.is_file():
         files["tokenizer.json"] = path
     if required and not files:

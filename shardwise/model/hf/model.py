@@ -40,7 +40,7 @@ from shardwise.model.blueprint import (
 )
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
-from shardwise.model.files.safetensors_reader import INDEX, SINGLE, STORED_DTYPES, WeightFiles, shards_in
+from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles, weights_folder
 from shardwise.model.hf.attention import document_masks, takes_windows
 from shardwise.model.hf.calls import no_guessing
 from shardwise.model.hf.conversion import excuse_other_parts, fill_from_files, match_names, restore_buffers
@@ -65,7 +65,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
-_COPIED = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+_COPIED = ("generation_config.json", "*processor_config.json")
 
 
 class HuggingFaceModel(Blueprint):
@@ -330,9 +330,7 @@ class HuggingFaceModel(Blueprint):
         return FolderWeights(self._reference, self._files())
 
     def _files(self) -> WeightFiles:
-        folder = folder_of(self.source, [SINGLE, INDEX])
-        if shards := shards_in(folder):  # no others: authors publish a second format on the Hub
-            folder = folder_of(self.source, shards)
+        folder = weights_folder(self.source)
         if not self._quantization:
             return WeightFiles(folder)
         formats = formats_of(self._quantization, f"model.hf: {self.source}")
@@ -370,7 +368,7 @@ class HuggingFaceModel(Blueprint):
         files = self._files()
         groups = list(stored_groups(self._reference, files))
         further = list(further_groups(self._reference, files))
-        copied = [folder / name for name in _COPIED if (folder / name).is_file()]
+        copied = [file for name in _COPIED for file in sorted(folder.glob(name))]
         return HFFolder(config, groups, copied, further=further)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:

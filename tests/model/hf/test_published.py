@@ -140,3 +140,21 @@ def test_masks_of_older_files(saved: Any, whole: Any) -> None:
     masks = {"h.0.attn.masked_bias": torch.tensor(-1e4), "h.0.attn.bias": torch.ones(1, 1, 64, 64)}
     rewritten(folder, lambda t: {n.removeprefix("transformer."): v for n, v in t.items()} | masks)
     require_logits_of_transformers(folder, whole)
+
+
+def test_every_file_of_the_tokenizer_and_the_processors_is_exported(saved: Any, tmp_path: Path) -> None:
+    folder, exported = saved(transformers.LlamaConfig(**SMALL)), tmp_path / "out"
+    kept = (
+        "sentencepiece.bpe.model",
+        "additional_chat_templates/tools.jinja",
+        "video_preprocessor_config.json",
+    )
+    for name in (*kept, "tokenization_own.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    settings = {"eos_token": "</s>", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    export_model(folder, exported)
+    assert all((exported / name).is_file() for name in kept)
+    assert json.loads((exported / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
+    assert not (exported / "tokenization_own.py").exists()
