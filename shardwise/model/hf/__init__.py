@@ -9,12 +9,14 @@ sharded and routed; `calls` keeps transformers from reading values. `conversion`
 from shardwise.model.hf.folder_weights import FolderWeights
 from shardwise.model.hf.heads import ScoringModel, ValuingModel
 from shardwise.model.hf.model import HuggingFaceModel
-from shardwise.model.hf.objective import AUTO_CLASSES
+from shardwise.model.hf.objective import auto_class
+from shardwise.model.hf.source import load_config
 
 __all__ = [
-    "AUTO_CLASSES",
     "FolderWeights",
     "HuggingFaceModel",
     "ScoringModel",
     "ValuingModel",
+    "auto_class",
+    "load_config",
 ]

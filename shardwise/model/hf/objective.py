@@ -1,6 +1,6 @@
 """What a transformers model is trained for: the class of each objective, and a probe that finds the wrong one.
 
-    causal    AutoModelForCausalLM    the next token, from the tokens before it
+    causal    AutoModelForCausalLM    the next token, from the tokens before it; else AutoModelForImageTextToText
     masked    AutoModelForMaskedLM    hidden tokens, from the tokens on both sides (BERT)
     seq2seq   AutoModelForSeq2SeqLM   a completion, from itself so far and the whole prompt (T5)
 
@@ -24,7 +24,7 @@ from shardwise.model.hf.attention import use_local_attention
 from shardwise.model.hf.experts import adds_router_loss, experts_implementation
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
-AUTO_CLASSES = {
+_AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -44,6 +44,15 @@ _verdicts: dict[tuple[str, str], bool | None] = {}
 """Result of the probe by config and objective."""
 
 
+def auto_class(objective: str, config: Any) -> str:
+    """The name of transformers' class. Models that read images may have no causal one, such as Qwen3-VL."""
+    import transformers
+
+    if objective == "causal" and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "AutoModelForImageTextToText"
+    return _AUTO_CLASSES[objective]
+
+
 def build_for(objective: str, config: Any, source: str) -> nn.Module:
     """The model with undefined values, in fp32. Raises RecipeError if transformers has none for the objective."""
     import transformers
@@ -51,7 +60,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
     where = f"model.hf: {source}"
     _require_class(objective, config, where)
     try:
-        made: nn.Module = getattr(transformers, AUTO_CLASSES[objective]).from_config(
+        made: nn.Module = getattr(transformers, auto_class(objective, config)).from_config(
             config,
             dtype=torch.float32,
             trust_remote_code=False,
@@ -104,7 +113,7 @@ def _require_class(objective: str, config: Any, where: str) -> None:
         raise RecipeError(
             f"not {_OBJECTIVE_NAMES[objective]} language model",
             where=where,
-            why=f"transformers maps {config.model_type} to no {AUTO_CLASSES[objective]}",
+            why=f"transformers maps {config.model_type} to no {_AUTO_CLASSES[objective]}",
             fix=f"set model.objective: {fits[0]}" if fits else "",
         )
 
@@ -117,11 +126,14 @@ def objectives_of(config: Any) -> list[str]:
     import transformers
 
     mappings = {
-        "causal": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        "masked": transformers.MODEL_FOR_MASKED_LM_MAPPING,
-        "seq2seq": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "causal": (
+            transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+            transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        ),
+        "masked": (transformers.MODEL_FOR_MASKED_LM_MAPPING,),
+        "seq2seq": (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,),
     }
-    names = [name for name, mapping in mappings.items() if type(config) in mapping]
+    names = [name for name, known in mappings.items() if any(type(config) in mapping for mapping in known)]
     return [name for name in names if (name == "seq2seq") == bool(config.is_encoder_decoder)]
 
 

@@ -9,7 +9,7 @@ from shardwise.checkpoint import manifest
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.plan import Plan
 from shardwise.exporter.export_run import checkpoint_of, export_run, tokenizer_files
-from shardwise.model.hf import AUTO_CLASSES
+from shardwise.model.hf import auto_class, load_config
 from shardwise.recipe.objective import ObjectiveSpec
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import written
@@ -25,14 +25,12 @@ _TASKS = {
 }
 """The Hub's names of tasks, by the kind of model."""
 
-_AUTO_CLASSES = {**AUTO_CLASSES, REWARD: "AutoModelForSequenceClassification"}
-"""Classes of transformers that load the trained model, by its kind."""
-
+_REWARD_CLASS = "AutoModelForSequenceClassification"
 _PEFT_CLASSES = {
-    "causal": "AutoPeftModelForCausalLM",
-    REWARD: "AutoPeftModelForSequenceClassification",
+    "AutoModelForCausalLM": "AutoPeftModelForCausalLM",
+    _REWARD_CLASS: "AutoPeftModelForSequenceClassification",
 }
-"""Classes of PEFT that load an adapter with its base, by the kind of model."""
+"""Classes of PEFT that load an adapter with its base, by transformers' class of the base."""
 
 _ONE_SCORE = ", num_labels=1"
 """Of a reward model: classes of PEFT take it for one with two labels."""
@@ -106,9 +104,15 @@ def _methods(recipe: Recipe) -> list[str]:
     return [name for name in (objective, recipe.adapter and recipe.adapter.name) if name]
 
 
+def _class_of(recipe: Recipe) -> str:
+    """The name of transformers' class of the recipe's model."""
+    assert recipe.model.hf is not None
+    return auto_class(recipe.model.objective, load_config(recipe.model.hf, recipe.model.objective).config)
+
+
 def _usage_lines(recipe: Recipe) -> list[str]:
     kind = _kind(recipe)
-    auto = _AUTO_CLASSES[kind]
+    auto = _REWARD_CLASS if kind == REWARD else _class_of(recipe)
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
     if recipe.adapter is None:
         return [
@@ -117,7 +121,7 @@ def _usage_lines(recipe: Recipe) -> list[str]:
             f'model = {auto}.from_pretrained("THIS_FOLDER")',
             tokenizer,
         ]
-    if (peft := _PEFT_CLASSES.get(kind)) is not None:
+    if (peft := _PEFT_CLASSES.get(auto)) is not None:
         labels = _ONE_SCORE if kind == REWARD else ""
         return [
             f"from peft import {peft}",

@@ -40,9 +40,11 @@ def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tens
     save_file(change(load_file(file)), file, {"format": "pt"})
 
 
-def require_logits_of_transformers(folder: Path, whole: Any) -> HuggingFaceModel:
+def require_logits_of_transformers(
+    folder: Path, whole: Any, kind: str = "AutoModelForCausalLM"
+) -> HuggingFaceModel:
     blueprint = HuggingFaceModel(str(folder), 16)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         assert torch.equal(blueprint.logits(whole(blueprint).eval(), IDS), theirs(IDS).logits)
     return blueprint
@@ -158,3 +160,30 @@ def test_every_file_of_the_tokenizer_and_the_processors_is_exported(saved: Any, 
     assert all((exported / name).is_file() for name in kept)
     assert json.loads((exported / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
     assert not (exported / "tokenization_own.py").exists()
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+def test_models_that_read_images_are_given_text_alone(name: str, whole: Any, tmp_path: Path) -> None:
+    """transformers has no causal class of them."""
+    text = {**SMALL, "head_dim": 12}
+    if name == "mistral3":
+        parts = {
+            "text_config": {**text, "model_type": "mistral"},
+            "vision_config": {**VISION, "model_type": "pixtral"},
+        }
+        model = transformers.Mistral3ForConditionalGeneration(
+            transformers.Mistral3Config(**parts, image_token_index=52)
+        )
+    else:
+        vision = {
+            "depth": 1,
+            "hidden_size": 12,
+            "intermediate_size": 12,
+            "num_heads": 2,
+            "out_hidden_size": 36,
+        }
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+        parts = {"text_config": text, "vision_config": {**vision, "deepstack_visual_indexes": [0]}}
+        model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**parts))
+    model.save_pretrained(tmp_path)
+    require_logits_of_transformers(tmp_path, whole, "AutoModelForImageTextToText")
