@@ -47,7 +47,7 @@ from shardwise.model.hf.conversion import excuse_other_parts, fill_from_files, m
 from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
 from shardwise.model.hf.folder_weights import FolderWeights, further_groups, stored_groups
 from shardwise.model.hf.objective import build_for, decoder_inputs, require_objective, stored_objective
-from shardwise.model.hf.source import load_config, parts_without
+from shardwise.model.hf.source import load_config, other_parts
 from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
@@ -124,7 +124,7 @@ class HuggingFaceModel(Blueprint):
         """The whole model on the meta device; the weight files must match it."""
         with torch.device("meta"):
             model = self.build()
-        if parts_without(model, self.config):
+        if self.objective == "causal" and other_parts(self.config):
             excuse_other_parts(model)
         return model
 
@@ -139,7 +139,7 @@ class HuggingFaceModel(Blueprint):
         if self._quantization:
             method = self._quantization["quant_method"]
             notes.append(f"config.json says {method}: weights that are trained or exported are dequantized")
-        if parts := parts_without(self._reference, self.config):
+        if self.objective == "causal" and (parts := other_parts(self.config)):
             notes.append(
                 f"only the language model is trained; exports copy what {', '.join(parts)} describes"
             )

@@ -78,11 +78,25 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
         if type(module).__name__ in _DRAWING:
             module.train = MethodType(_as_evaluated, module)  # type: ignore[method-assign]
     if objective == "causal":
+        _keep_language_model(made, config)
         use_local_attention(made)
         for module in made.modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # no token is padding
     return made
+
+
+def _keep_language_model(model: Any, config: Any) -> None:
+    """Remove the parts of a larger model that text does not reach, such as towers of images and their projections."""
+    if config.get_text_config() is config or type(model.config) is not type(config):
+        return  # the class is that of the language model
+    kept = {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
+    for module in list(model.modules()):
+        if module in kept:
+            continue
+        for name, child in list(module.named_children()):
+            if kept.isdisjoint(child.modules()):
+                delattr(module, name)
 
 
 def _as_evaluated(module: nn.Module, mode: bool = True) -> nn.Module:

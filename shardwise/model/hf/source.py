@@ -142,14 +142,12 @@ def _without_further_tokens(config: Any) -> Iterator[str]:
         yield f"config.json has {FURTHER_BLOCKS} {count}: those blocks are not trained, and exports copy them"
 
 
-def parts_without(model: Any, config: Any) -> list[str]:
-    """Sections of a config that describe other parts than the language model, if ``model`` is that alone."""
-    if config.get_text_config() is config or type(model.config) is type(config):
+def other_parts(config: Any) -> list[str]:
+    """Sections of a config that describe other parts than its language model."""
+    text = config.get_text_config()
+    if text is config:
         return []
-    text = type(config.get_text_config())
-    return [
-        key for key, part in vars(config).items() if hasattr(part, "model_type") and type(part) is not text
-    ]
+    return [key for key, part in vars(config).items() if hasattr(part, "model_type") and part is not text]
 
 
 def _listed_values(values: Mapping[str, float]) -> str:

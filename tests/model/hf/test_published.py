@@ -50,6 +50,14 @@ def require_logits_of_transformers(
     return blueprint
 
 
+def require_whole_export(folder: Path) -> None:
+    """Export the folder's model to out: all tensors are there, also those that do not train."""
+    export_model(folder / "model", folder / "out")
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_code_of_the_authors_is_not_needed_where_transformers_has_the_class(
     saved: Any, whole: Any, tmp_path: Path
 ) -> None:
@@ -102,10 +110,7 @@ def test_other_parts_than_the_language_model_are_copied(whole: Any, tmp_path: Pa
     assert blueprint.departures("fp32") == (
         "only the language model is trained; exports copy what vision_config describes",
     )
-    export_model(tmp_path / "model", tmp_path / "out")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    require_whole_export(tmp_path)
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
 
 
@@ -164,7 +169,7 @@ def test_every_file_of_the_tokenizer_and_the_processors_is_exported(saved: Any, 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
 def test_models_that_read_images_are_given_text_alone(name: str, whole: Any, tmp_path: Path) -> None:
-    """transformers has no causal class of them."""
+    """transformers has no causal class of them. What text does not reach is not built."""
     text = {**SMALL, "head_dim": 12}
     if name == "mistral3":
         parts = {
@@ -185,5 +190,7 @@ def test_models_that_read_images_are_given_text_alone(name: str, whole: Any, tmp
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
         parts = {"text_config": text, "vision_config": {**vision, "deepstack_visual_indexes": [0]}}
         model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**parts))
-    model.save_pretrained(tmp_path)
-    require_logits_of_transformers(tmp_path, whole, "AutoModelForImageTextToText")
+    model.save_pretrained(tmp_path / "model")
+    blueprint = require_logits_of_transformers(tmp_path / "model", whole, "AutoModelForImageTextToText")
+    assert blueprint.depth == 3 and not [name for name in blueprint.build().state_dict() if "vis" in name]
+    require_whole_export(tmp_path)
