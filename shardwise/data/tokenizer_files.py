@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 GENERATION_CONFIG = "generation_config.json"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""Of an added token: how it is found in a text."""
 
 
 def templates_next_to(path: Path) -> dict[str, str]:
@@ -75,19 +77,24 @@ def add_tokens_next_to(backend: tokenizers.Tokenizer, path: Path) -> None:
     """Add the tokens that only the files next to a `tokenizer.json` name, as transformers does. Raises DataError."""
     from tokenizers import AddedToken
 
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in tokens_next_to(path):
+        if token["content"] not in known:
+            flags = {name: value for name in _FLAGS if isinstance(value := token.get(name), bool)}
+            backend.add_tokens([AddedToken(token["content"], **flags)])
+
+
+def tokens_next_to(path: Path) -> list[dict[str, Any]]:
+    """The added tokens that the files next to a `tokenizer.json` name, in its form, by id. Raises DataError."""
     named = settings_next_to(path).get("added_tokens_decoder")
     if not isinstance(named, dict):
         named = {number: token for token, number in _object_in(path.parent / "added_tokens.json").items()}
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for _, token in sorted(named.items(), key=lambda item: str(item[0]).zfill(9)):
-        content = _content_of(token)
-        if content and content not in known:
-            stated = token if isinstance(token, dict) else {}
-            flags = {name: value for name in _FLAGS if isinstance(value := stated.get(name), bool)}
-            backend.add_tokens([AddedToken(content, **flags)])
-
-
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    tokens = [
+        {**(token if isinstance(token, dict) else {}), "id": int(number), "content": content}
+        for number, token in named.items()
+        if str(number).isdecimal() and (content := _content_of(token))
+    ]
+    return sorted(tokens, key=lambda token: token["id"])
 
 
 def _object_in(path: Path) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
 def _without_further_tokens(config: Any) -> Iterator[str]:
     count = getattr(config.get_text_config(), FURTHER_BLOCKS, None)
     if count:
-        yield f"config.json has {FURTHER_BLOCKS} {count}: those blocks are not trained, and exports copy them"
+        yield f"config.json has {FURTHER_BLOCKS} {count}: such blocks are not trained; exports copy those of the folder"
 
 
 def other_parts(config: Any) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.tokenizer_files import begins_with, special_next_to, templates_next_to
+from shardwise.data.tokenizer_files import begins_with, special_next_to, templates_next_to, tokens_next_to
 from shardwise.exporter.ends import ends_of
 from shardwise.exporter.hf_writer import Contents
 
@@ -61,7 +61,7 @@ def add_tokenizer(writer: Any, contents: Contents, vocab: int) -> tuple[str | No
     if rule is None or source is None:
         writer.add_tokenizer_model("none")
         return None, []
-    added = {token["id"]: token for token in content.get("added_tokens", ())}
+    added = {token["id"]: token for token in (*tokens_next_to(source), *content.get("added_tokens", ()))}
     names = {number: text for text, number in content["model"]["vocab"].items()}
     spaced = rule == "llama"
     types = [_type(number, names, added, content["model"] if spaced else {}) for number in range(vocab)]

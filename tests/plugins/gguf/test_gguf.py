@@ -136,6 +136,8 @@ def test_known_tokenizers_are_written(before: Any, rule: str | None, tmp_path: P
     added = [{"id": 27, "content": "<end>", "special": True}]
     text = json.dumps({"model": BPE, "pre_tokenizer": before, "added_tokens": added})
     (tmp_path / "model" / "tokenizer.json").write_text(text)
+    settings = {"added_tokens_decoder": {"29": {"content": "<tag>", "special": True}}}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     _, reader = exported(tmp_path / "model", "fp16")
     if rule is None:
         assert value(reader, "tokenizer.ggml.model") == "none"
@@ -146,6 +148,7 @@ def test_known_tokenizers_are_written(before: Any, rule: str | None, tmp_path: P
     assert len(tokens) == len(kinds) == 257
     assert (tokens[0], tokens[26], tokens[27], tokens[28]) == ("a", "ab", "<end>", "[PAD28]")
     assert (kinds[0], kinds[27], kinds[28]) == (1, 3, 5)
+    assert (tokens[29], kinds[29]) == ("<tag>", 3)  # which only the file next to it names
 
 
 # ---- families ---------------------------------------------------------------------------------------------
