@@ -12,6 +12,7 @@ token: under a causal objective no earlier logit may move, under a masked one so
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, cast
@@ -78,6 +79,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
         if type(module).__name__ in _DRAWING:
             module.train = MethodType(_as_evaluated, module)  # type: ignore[method-assign]
     if objective == "causal":
+        _require_text_alone(made, where)
         _keep_language_model(made, config)
         use_local_attention(made)
         for module in made.modules():
@@ -86,11 +88,27 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
     return made
 
 
+def _require_text_alone(model: nn.Module, where: str) -> None:
+    needed = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if others := [name for name in needed if name != "input_ids"]:
+        kind = type(model).__name__
+        raise RecipeError(
+            "the model does not run on text alone", where=where, why=f"{kind} needs {', '.join(others)}"
+        )
+
+
 def _keep_language_model(model: Any, config: Any) -> None:
     """Remove the parts of a larger model that text does not reach, such as towers of images and their projections."""
     if config.get_text_config() is config or type(model.config) is not type(config):
         return  # the class is that of the language model
-    kept = {*model.get_decoder().modules(), *model.get_output_embeddings().modules()}
+    parts = model.get_decoder(), model.get_output_embeddings()
+    if None in parts:
+        return
+    kept = {module for part in parts for module in part.modules()}
     for module in list(model.modules()):
         if module in kept:
             continue

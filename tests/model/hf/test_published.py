@@ -194,3 +194,14 @@ def test_models_that_read_images_are_given_text_alone(name: str, whole: Any, tmp
     blueprint = require_logits_of_transformers(tmp_path / "model", whole, "AutoModelForImageTextToText")
     assert blueprint.depth == 3 and not [name for name in blueprint.build().state_dict() if "vis" in name]
     require_whole_export(tmp_path)
+
+
+def test_models_that_need_images_are_refused(tmp_path: Path) -> None:
+    vision = {**VISION, "intermediate_size": 12}
+    text = {"model_type": "opt", "vocab_size": 53, "hidden_size": 12, "ffn_dim": 12, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "word_embed_proj_dim": 12}
+    former = {"hidden_size": 12, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Blip2Config(vision_config=vision, text_config=text, qformer_config=former)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"text alone.*Blip2ForConditionalGeneration needs pixel_values"):
+        HuggingFaceModel(str(tmp_path), 16).parameter_count()
