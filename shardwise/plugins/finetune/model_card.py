@@ -41,7 +41,7 @@ def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None)
     for name, source in tokenizer_files(recipe.data.tokenizer, required=False).items():
         if isinstance(source, Path):
             shutil.copyfile(source, folder / name)
-    write_whole(folder / CARD_FILE, model_card(recipe, plan, loss).encode("utf-8"))
+    write_whole(folder / CARD_FILE, model_card(recipe, plan, loss, class_of(recipe)).encode("utf-8"))
 
 
 def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
@@ -52,7 +52,7 @@ def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: floa
         shutil.rmtree(folder)  # the run has gone on since
     if not config.exists():
         export_run(run, folder)
-    write_whole(folder / CARD_FILE, model_card(recipe, plan, loss).encode("utf-8"))
+    write_whole(folder / CARD_FILE, model_card(recipe, plan, loss, class_of(recipe)).encode("utf-8"))
 
 
 def _unit(recipe: Recipe) -> str:
@@ -70,8 +70,8 @@ def _objective_line(spec: ObjectiveSpec) -> str:
     return spec.name or spec.factory or "" if spec.beta is None else f"{spec.name}, beta {spec.beta:g}"
 
 
-def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
-    """The text of a card."""
+def model_card(recipe: Recipe, plan: Plan, loss: float | None, auto: str) -> str:
+    """The text of a card. ``auto``: transformers' class of the trained model."""
     base, adapter = recipe.model.hf or "", recipe.adapter
     kind = "all weights" if adapter is None else f"{adapter.name} of rank {adapter.rank}"
     if adapter is not None and adapter.quantize != "none":
@@ -95,7 +95,7 @@ def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     lines = ["---", *(f"{key}: {written(value)}" for key, value in head.items()), "---", ""]
     lines += [f"# {Path(base).name}, fine-tuned", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in rows.items()]
-    return "\n".join([*lines, "", "## Use", "", "```python", *_usage_lines(recipe), "```", ""])
+    return "\n".join([*lines, "", "## Use", "", "```python", *_usage_lines(recipe, auto), "```", ""])
 
 
 def _methods(recipe: Recipe) -> list[str]:
@@ -104,15 +104,15 @@ def _methods(recipe: Recipe) -> list[str]:
     return [name for name in (objective, recipe.adapter and recipe.adapter.name) if name]
 
 
-def _class_of(recipe: Recipe) -> str:
-    """The name of transformers' class of the recipe's model."""
+def class_of(recipe: Recipe) -> str:
+    """The name of transformers' class of the trained model."""
+    if _kind(recipe) == REWARD:
+        return _REWARD_CLASS
     assert recipe.model.hf is not None
     return auto_class(recipe.model.objective, load_config(recipe.model.hf, recipe.model.objective).config)
 
 
-def _usage_lines(recipe: Recipe) -> list[str]:
-    kind = _kind(recipe)
-    auto = _REWARD_CLASS if kind == REWARD else _class_of(recipe)
+def _usage_lines(recipe: Recipe, auto: str) -> list[str]:
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
     if recipe.adapter is None:
         return [
@@ -122,7 +122,7 @@ def _usage_lines(recipe: Recipe) -> list[str]:
             tokenizer,
         ]
     if (peft := _PEFT_CLASSES.get(auto)) is not None:
-        labels = _ONE_SCORE if kind == REWARD else ""
+        labels = _ONE_SCORE if auto == _REWARD_CLASS else ""
         return [
             f"from peft import {peft}",
             "from transformers import AutoTokenizer",

@@ -21,7 +21,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.plugins.finetune import choosing as finetuning
 from shardwise.plugins.finetune.choosing import choose_method, draft, hardware_here, shape_of, with_overrides
-from shardwise.plugins.finetune.model_card import model_card
+from shardwise.plugins.finetune.model_card import class_of, model_card
 from shardwise.plugins.finetune.written_recipe import (
     FINE_TUNING_METHODS,
     FineTuning,
@@ -232,7 +232,7 @@ def test_presets_have_no_weights_to_tune() -> None:
 def test_the_card_has_metadata_that_the_hub_reads(adapter: str) -> None:
     text = f"model: {{hf: org/base}}\ndata: {{source: 'x: y'}}\nsteps: 7\nbatch_size: 4\n{adapter}"
     recipe = parse_recipe(text, SETTINGS)
-    _, head, body = model_card(recipe, small_plan(), 1.25).split("---\n", 2)
+    _, head, body = model_card(recipe, small_plan(), 1.25, "AutoModelForCausalLM").split("---\n", 2)
     values = yaml.safe_load(head)
     assert values["base_model"] == "org/base" and "text-generation" in values["tags"]
     assert values["library_name"] == ("peft" if adapter else "transformers")
@@ -243,7 +243,8 @@ def test_the_card_has_metadata_that_the_hub_reads(adapter: str) -> None:
 def test_the_card_of_a_reward_model_loads_its_score(adapter: str) -> None:
     """A causal language model would be loaded with a new output layer in the place of the score."""
     text = f"model: {{hf: org/base}}\nobjective: reward\ndata: {{source: p.jsonl}}\nsteps: 7\nbatch_size: 4\n{adapter}"
-    _, head, body = model_card(parse_recipe(text, SETTINGS), small_plan(), 0.5).split("---\n", 2)
+    recipe = parse_recipe(text, SETTINGS)
+    _, head, body = model_card(recipe, small_plan(), 0.5, class_of(recipe)).split("---\n", 2)
     tags = yaml.safe_load(head)["tags"]
     assert {"text-classification", "reward"} <= {*tags} and "text-generation" not in tags
     assert "ForCausalLM" not in body and "ForSequenceClassification.from_pretrained" in body
@@ -253,9 +254,8 @@ def test_the_card_of_a_reward_model_loads_its_score(adapter: str) -> None:
 
 def test_the_card_of_preferences_names_the_objective() -> None:
     text = "model: {hf: org/base}\nobjective: dpo\nadapter: {rank: 8}\ndata: {source: p.jsonl}\nsteps: 7\n"
-    _, head, body = model_card(parse_recipe(text + "batch_size: 4\n", SETTINGS), small_plan(), 0.5).split(
-        "---\n", 2
-    )
+    recipe = parse_recipe(text + "batch_size: 4\n", SETTINGS)
+    _, head, body = model_card(recipe, small_plan(), 0.5, "AutoModelForCausalLM").split("---\n", 2)
     assert yaml.safe_load(head)["tags"] == ["shardwise", "text-generation", "dpo", "lora"]
     assert "| objective | dpo, beta 0.1 |" in body and "AutoPeftModelForCausalLM" in body
 
