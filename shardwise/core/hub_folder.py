@@ -49,11 +49,11 @@ def _advice(source: str, folder: Path) -> str:
         return f"this is a run: shardwise export {source} OUT writes its model"
     snapshots = sorted((folder / "snapshots").glob("*/config.json"))
     if snapshots:
-        return f"this is a repository in the Hub's cache: give {snapshots[-1].parent}"
+        return f"this is a repository in the Hub's cache: give its snapshots/{snapshots[-1].parent.name}"
     if (folder / "adapter_config.json").exists():
         return "this is an adapter: give the model that it is of, and adapter.start_from to train on from it"
     if inside := sorted(folder.glob("*/config.json")):
-        return f"give {'one of its folders, such as ' if len(inside) > 1 else ''}{inside[-1].parent}"
+        return f"give {'one of its folders, such as' if len(inside) > 1 else 'its folder'} {inside[-1].parent.name}"
     return ""
 
 
