@@ -57,7 +57,7 @@ def _advice(source: str, folder: Path) -> str:
     return ""
 
 
-def require_content(file: Path, kind: type[ShardwiseError]) -> None:
+def refuse_lfs_pointer(file: Path, kind: type[ShardwiseError]) -> None:
     """Raise an error if a file is only the pointer that a clone without git-lfs has in place of a large file."""
     try:
         with file.open("rb") as opened:

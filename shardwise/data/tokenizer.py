@@ -31,7 +31,7 @@ import xxhash
 
 from shardwise.core.errors import DataError, one_line, shorten
 from shardwise.core.extras import install
-from shardwise.core.hub_folder import require_content
+from shardwise.core.hub_folder import refuse_lfs_pointer
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.spans import TextSpan, mask_of
@@ -300,7 +300,7 @@ def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
         import tokenizers
     except ImportError:
         raise _not_installed("tokenizers") from None
-    require_content(path, DataError)
+    refuse_lfs_pointer(path, DataError)
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the Rust side raises a bare Exception for a malformed file
@@ -338,17 +338,17 @@ def _through_transformers(name: str, source: str, begin: str) -> Tokenizer:
     except ImportError:
         raise _not_installed("transformers") from None
     for file in TOKENIZER_FILES:
-        require_content(Path(source) / file, DataError)
+        refuse_lfs_pointer(Path(source) / file, DataError)
     try:
         loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # network, hub or file format
         said = f"{type(error).__name__}: {one_line(str(error))}"
-        here = Path(source).exists()
+        is_local = Path(source).exists()
         raise DataError(
             f"cannot load tokenizer '{name}'",
             where="data.tokenizer",
-            why=said if here else f"{missing(name)}; from the Hub: {said[:60]}…",
-            fix=f"{'' if here else 'check the name and the network, or '}give a local folder with tokenizer.json",
+            why=said if is_local else f"{missing(name)}; from the Hub: {said[:60]}…",
+            fix=f"{'' if is_local else 'check the name and the network, or '}give a local folder with tokenizer.json",
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     separator = loaded.sep_token_id if loaded.eos_token_id is None else loaded.eos_token_id

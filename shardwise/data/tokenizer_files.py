@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GENERATION_CONFIG = "generation_config.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""Of an added token: how it is found in a text."""
+"""Fields of ``tokenizers.AddedToken``: how the tokenizer matches the token in a text."""
 
 
 def templates_next_to(path: Path) -> dict[str, str]:

@@ -248,8 +248,8 @@ def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
     """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
     path = path_of(source)
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))
-    found = [file for name in _TOKENIZER for file in sorted(where.glob(name)) if file.is_file()]
-    files: dict[str, ExtraFile] = {file.relative_to(where).as_posix(): file for file in found}
+    paths = [path for name in _TOKENIZER for path in sorted(where.glob(name)) if path.is_file()]
+    files: dict[str, ExtraFile] = {path.relative_to(where).as_posix(): path for path in paths}
     settings = settings_next_to(where / "tokenizer.json")
     if settings.pop("auto_map", None):  # its code is not copied
         files["tokenizer_config.json"] = lambda: json.dumps(settings, indent=2).encode() + b"\n"

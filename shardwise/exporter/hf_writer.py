@@ -121,7 +121,7 @@ class _File:
 def _files(contents: Contents) -> Iterator[_File]:
     """Assign groups to files, in order; a group is never split over files."""
     file, used = _File([], {}), 0
-    for group in (*contents.layout.groups, *contents.layout.further):
+    for group in (*contents.layout.groups, *contents.layout.untrained):
         dtype = group.dtype or contents.dtypes[group.sources[0]]
         size = sum(_size_as(shape, dtype) for shape in group.shapes.values())
         if file.groups and used + size > LARGEST_SHARD:

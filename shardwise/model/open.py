@@ -28,12 +28,12 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
 
 def model_of(recipe: Recipe) -> Blueprint:
     """As ``blueprint_of``, without the objective, whose code is not imported."""
-    made = with_head(base_of(recipe), recipe)
+    blueprint = with_head(base_of(recipe), recipe)
     if recipe.adapter is not None:
         from shardwise.model.adapted import AdaptedModel
 
-        made = AdaptedModel(made, recipe.adapter)
-    return made
+        blueprint = AdaptedModel(blueprint, recipe.adapter)
+    return blueprint
 
 
 def _training_objective(recipe: Recipe) -> TrainingObjective:

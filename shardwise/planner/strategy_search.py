@@ -221,8 +221,8 @@ class StrategySearch:
         """The best of other meshes, before it one that recomputes no exchange, and the one that takes least."""
         best = self.space.moved(self._best().strategy, origin) if self.fitting else completions[0]
         best = best if best in completions else completions[0]
-        repeats = self.space.divides_some_layers(origin)
-        plainer = next((s for s in completions if repeats and self.space.plainer(s, best)), best)
+        exchanges = self.space.divides_some_layers(origin)
+        plainer = next((s for s in completions if exchanges and self.space.plainer(s, best)), best)
         smallest = min(reversed(completions), key=self.predictor.least_bytes)  # the last recomputes most
         return list(dict.fromkeys([plainer, best, smallest]))
 

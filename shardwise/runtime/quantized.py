@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.runtime.quantization.packing import pairs_of
+from shardwise.runtime.quantization.packing import levels_by_byte
 
 NF4_LEVELS: tuple[float, ...] = (
     -1.0,
@@ -186,7 +186,7 @@ def _pack_nf4(parts: Tensor) -> Tensor:
 def _unpack_nf4(packed: Tensor, group: int) -> Tensor:
     codes, scales = packed[:, : -group - 4], packed[:, -group - 4 : -4]
     levels = _nf4_levels(packed.device)
-    values = F.embedding(codes.int(), pairs_of(levels)).view(packed.shape[0], group, SCALE_BLOCK)
+    values = F.embedding(codes.int(), levels_by_byte(levels)).view(packed.shape[0], group, SCALE_BLOCK)
     return values.mul_(_scales(scales, _last(packed)).unsqueeze(2))
 
 

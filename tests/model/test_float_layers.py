@@ -90,7 +90,7 @@ def test_packed_fp4_layers_of_fp8_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("shape", [(24, 64), (3, 100)])
+@pytest.mark.parametrize("shape", [(24, 64), (3, 100), (300, 64)])
 def test_bitsandbytes_in_4_bits(nested: bool, shape: tuple[int, int], tmp_path: Path) -> None:
     """Codes in row order, the first of two in the high half; scales of 64 values, and of 256 scales."""
     count = shape[0] * shape[1]

@@ -49,12 +49,12 @@ class BlockScaledFormat(Format):
 
 @dataclass(frozen=True)
 class MXFP4Stack(Format):
-    """Of experts; see above."""
+    """Stacks of experts in MXFP4, under the names of gpt-oss."""
 
     marks = ("blocks",)
     parts = ("blocks", "scales")
     separator = "_"
-    result = ""
+    weight_suffix = ""
     stacked = True
 
     def shape(self, tensors: Tensors, read: Callable[[str], Tensor]) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class MXFP4Stack(Format):
 
 @dataclass(frozen=True)
 class BitsAndBytesFormat(Format):
-    """Of 4 and of 8 bits; see above."""
+    """Linear layers of bitsandbytes, in 4 or in 8 bits."""
 
     marks = (f"{_STATE}nf4", f"{_STATE}fp4", "SCB")
     parts = (

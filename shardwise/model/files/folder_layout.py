@@ -58,14 +58,14 @@ class HFFolder:
     """A folder to be written: ``config.json`` (none if empty), the groups in file order, and files to copy.
 
     ``unrounded``: names of the model's tensors that are written in the dtype that training had them in.
-    ``further``: tensors of the source that the model lacks, such as a vision tower; groups without sources.
+    ``untrained``: tensors of the source that the model lacks, such as a vision tower; groups without sources.
     """
 
     config: Mapping[str, Any]
     groups: Sequence[TensorGroup]
     copied: Sequence[Path] = ()
     unrounded: frozenset[str] = frozenset()
-    further: Sequence[TensorGroup] = ()
+    untrained: Sequence[TensorGroup] = ()
 
 
 def unchanged_tensor(source: str, stored: str, shape: TensorShape) -> TensorGroup:

@@ -31,6 +31,12 @@ Formats = Callable[[str], Format]
 """The format of a layer, by its path in the files."""
 
 _READABLE = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_WITHOUT_SETTINGS: Mapping[str, Format] = {
+    "fbgemm_fp8": CompressedTensors(8),
+    "mxfp4": MXFP4Stack(4),
+    "bitsandbytes": BitsAndBytesFormat(4),
+}
+"""Methods of which config.json says nothing that a reader needs."""
 _CACHE_SCALES = re.compile(r"\.(k|v|q)_(scale|zero_point)$")
 """Of a quantized key-value cache; ours is not quantized."""
 
@@ -41,18 +47,17 @@ def formats_of(config: Mapping[str, Any], where: str) -> Formats:
     Raises RecipeError for a format that is not read.
     """
     try:
-        readers: dict[str, Callable[[Mapping[str, Any], str], Formats]] = {
+        readers = {
             METHOD: _compressed,
             OWN_METHOD: _own,
             "gptq": _gptq,
             "awq": _awq,
             "fp8": _block_scaled,
-            "fbgemm_fp8": lambda *_: lambda path: CompressedTensors(8),
             "modelopt": _modelopt,
-            "mxfp4": lambda *_: lambda path: MXFP4Stack(4),
-            "bitsandbytes": lambda *_: lambda path: BitsAndBytesFormat(4),
         }
         method = str(config.get("quant_method"))
+        if method in _WITHOUT_SETTINGS:
+            return lambda path: _WITHOUT_SETTINGS[method]
         if method not in readers:
             raise _unreadable_format(f"quant_method is {method}", where)
         return readers[method](config, where)
@@ -164,15 +169,15 @@ class QuantizedFiles(WeightFiles):
         if all(self._raw.kinds[name] in FLOATING for name in names.values()):
             return  # a parameter that is called like a scale
         with self._checked(path):
-            shape = form.shape(self._described(names), lambda part: self._raw.read(names[part]))
+            shape = form.shape(self._meta_tensors(names), lambda part: self._raw.read(names[part]))
         for name in names.values():
             self._hide(name)
-        weight = path + form.result
+        weight = path + form.weight_suffix
         self._layers[weight] = _StoredLayer(form, shape, names)
         self.shapes[weight], self.kinds[weight] = shape, kind
         self._files[weight] = Path(self._raw.file_of(next(iter(names.values()))))
 
-    def _described(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+    def _meta_tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
         """Stored tensors by suffix, on the meta device."""
         return {
             part: torch.empty(
@@ -213,7 +218,7 @@ class QuantizedFiles(WeightFiles):
     def packing(self, name: str) -> StoredPacking:
         """How ``stored`` becomes one parameter. Reads at most one small tensor, and no weight."""
         layer = self._layers[name]
-        tensors = self._described(layer.names)
+        tensors = self._meta_tensors(layer.names)
         tensors |= {
             part: self._raw.read(layer.names[part]) for part in layer.form.read_to_plan if part in tensors
         }

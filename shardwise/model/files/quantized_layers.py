@@ -50,7 +50,7 @@ class Format(ABC):
     read_to_plan: ClassVar[tuple[str, ...]] = ()
     """Suffixes of small tensors whose values decide the form of the weight."""
     separator: ClassVar[str] = "."
-    result: ClassVar[str] = ".weight"
+    weight_suffix: ClassVar[str] = ".weight"
     """What follows PATH in the name of the weight."""
     stacked: ClassVar[bool] = False
     """Whether the weight is a stack of transposed matrices [e, in, out]; stored tensors have e as their first dim."""

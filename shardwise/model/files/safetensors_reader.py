@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError
-from shardwise.core.hub_folder import folder_of, require_content
+from shardwise.core.hub_folder import folder_of, refuse_lfs_pointer
 from shardwise.runtime.parallel.shard_slices import Slices, local_part, local_slices
 
 PIECE = 64 * 2**20
@@ -164,7 +164,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         return {}
     if not path.is_file():
         raise _no_weights(folder)
-    require_content(path, CheckpointError)
+    refuse_lfs_pointer(path, CheckpointError)
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name): str(file) for name, file in index.items()}
@@ -206,13 +206,13 @@ def _opened_file(file: Path) -> Iterator[Any]:
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError("a file of the weights is not a regular file", where=str(file))
-        require_content(file, CheckpointError)
         with safe_open(file, framework="pt", device="cpu") as opened:
             yield opened
     except FileNotFoundError as error:
         fix = "download or copy it again"
         raise CheckpointError("a file of the weights is missing", where=str(file), fix=fix) from error
     except (SafetensorError, OSError, ValueError) as error:
+        refuse_lfs_pointer(file, CheckpointError)
         raise CheckpointError(
             "a file of the weights is damaged",
             where=str(file),

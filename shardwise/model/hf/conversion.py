@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError
 from shardwise.model.files.safetensors_reader import WeightFiles
-from shardwise.model.hf.source import FURTHER_BLOCKS
+from shardwise.model.hf.source import MTP_BLOCKS
 from shardwise.runtime.parallel.expert_load import COUNTS
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
@@ -82,8 +82,8 @@ def excuse(model: nn.Module, missing: str, unexpected: str = "") -> None:
             setattr(model, attribute, [*known, rf"^{re.escape(layer)}\."])
 
 
-def excuse_other_parts(model: nn.Module) -> None:
-    """Let the files have other parts than this language model, such as a vision tower."""
+def excuse_non_text(model: nn.Module) -> None:
+    """Let the files have weights outside of this language model, such as those of a vision tower."""
     own = {".".join(name.split(".")[:2]) for name in model.state_dict()}
     unexpected = getattr(model, _UNEXPECTED, None) or ()
     pattern = rf"^(?!.*language_model\.)(?!{'|'.join(map(re.escape, sorted(own)))})"
@@ -212,7 +212,7 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
     for name, group in groups.items():
         if not any(sources.covers(member) or ignored.search(member) for member in group):
             raise CheckpointError(f"tensor {name} is missing", where=str(files.folder), why="no file has it")
-    ignored = _pattern(reference, _UNEXPECTED, *_OLD_BUFFERS, *_OTHER_HEADS, *_further_blocks(reference))
+    ignored = _pattern(reference, _UNEXPECTED, *_OLD_BUFFERS, *_OTHER_HEADS, *_mtp_blocks(reference))
     for name in sources.extra:
         if not ignored.search(name) and not files.is_padding(name):
             raise CheckpointError(
@@ -222,10 +222,10 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
             )
 
 
-def _further_blocks(model: Any) -> Iterator[str]:
-    """Patterns of the blocks after the last."""
+def _mtp_blocks(model: Any) -> Iterator[str]:
+    """Patterns of the weights of multi-token prediction."""
     text = model.config.get_text_config()
-    for index in range(getattr(text, FURTHER_BLOCKS, None) or 0):
+    for index in range(getattr(text, MTP_BLOCKS, None) or 0):
         yield rf"(^|\.)layers\.{text.num_hidden_layers + index}\."
 
 

@@ -70,8 +70,8 @@ def stored_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGr
             yield _reversed_group(reference, conversion, names, files)
 
 
-def further_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
-    """The tensors that the model lacks, as they are stored: a vision tower, blocks that predict further tokens."""
+def untrained_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
+    """The tensors that the model lacks, as they are stored: a vision tower, blocks of multi-token prediction."""
     for name in match_names(reference, files).extra:
         if not files.is_padding(name):
             make = partial(_read_alone, files, name)

@@ -43,11 +43,11 @@ from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles, weights_folder
 from shardwise.model.hf.attention import document_masks, takes_windows
 from shardwise.model.hf.calls import no_guessing
-from shardwise.model.hf.conversion import excuse_other_parts, fill_from_files, match_names, restore_buffers
+from shardwise.model.hf.conversion import excuse_non_text, fill_from_files, match_names, restore_buffers
 from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
-from shardwise.model.hf.folder_weights import FolderWeights, further_groups, stored_groups
+from shardwise.model.hf.folder_weights import FolderWeights, stored_groups, untrained_groups
 from shardwise.model.hf.objective import build_for, decoder_inputs, require_objective, stored_objective
-from shardwise.model.hf.source import load_config, other_parts
+from shardwise.model.hf.source import load_config, non_text_configs
 from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
@@ -124,8 +124,8 @@ class HuggingFaceModel(Blueprint):
         """The whole model on the meta device; the weight files must match it."""
         with torch.device("meta"):
             model = self.build()
-        if self.objective == "causal" and other_parts(self.config):
-            excuse_other_parts(model)
+        if self.objective == "causal" and non_text_configs(self.config):
+            excuse_non_text(model)
         return model
 
     @property
@@ -139,7 +139,7 @@ class HuggingFaceModel(Blueprint):
         if self._quantization:
             method = self._quantization["quant_method"]
             notes.append(f"config.json says {method}: weights that are trained or exported are dequantized")
-        if self.objective == "causal" and (parts := other_parts(self.config)):
+        if self.objective == "causal" and (parts := non_text_configs(self.config)):
             notes.append(
                 f"only the language model is trained; exports copy what {', '.join(parts)} describes"
             )
@@ -367,9 +367,9 @@ class HuggingFaceModel(Blueprint):
             config.pop(key, None)
         files = self._files()
         groups = list(stored_groups(self._reference, files))
-        further = list(further_groups(self._reference, files))
+        untrained = list(untrained_groups(self._reference, files))
         copied = [file for name in _COPIED for file in sorted(folder.glob(name))]
-        return HFFolder(config, groups, copied, further=further)
+        return HFFolder(config, groups, copied, untrained=untrained)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         shapes = token_shapes(sequence_length)

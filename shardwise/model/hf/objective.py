@@ -89,6 +89,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
 
 
 def _require_text_alone(model: nn.Module, where: str) -> None:
+    """Raise RecipeError if the model's ``forward`` has other required arguments than ``input_ids``."""
     needed = [
         name
         for name, parameter in inspect.signature(model.forward).parameters.items()
@@ -108,12 +109,12 @@ def _keep_language_model(model: Any, config: Any) -> None:
     parts = model.get_decoder(), model.get_output_embeddings()
     if None in parts:
         return
-    kept = {module for part in parts for module in part.modules()}
+    language_model = {module for part in parts for module in part.modules()}
     for module in list(model.modules()):
-        if module in kept:
+        if module in language_model:
             continue
         for name, child in list(module.named_children()):
-            if kept.isdisjoint(child.modules()):
+            if language_model.isdisjoint(child.modules()):
                 delattr(module, name)
 
 

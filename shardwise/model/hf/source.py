@@ -10,14 +10,14 @@ from typing import Any
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.extras import install
-from shardwise.core.hub_folder import folder_of, require_content
+from shardwise.core.hub_folder import folder_of, refuse_lfs_pointer
 from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf.objective import stored_objective
 
 _NEEDS_CODE = "auto_map"
 """Many models keep it after transformers got a class for them (Phi-3, DeepSeek-V3); then that class is used."""
-FURTHER_BLOCKS = "num_nextn_predict_layers"
-"""Key of config.json: blocks after the last that predict further tokens, which transformers does not build."""
+MTP_BLOCKS = "num_nextn_predict_layers"
+"""Key of config.json: blocks of multi-token prediction, after the last one. transformers does not build them."""
 _OF_OTHER_HEADS = ("classif", "summary", "qa_")
 """Words in keys of dropout that only other heads than the language model's have."""
 _BEYOND_DROPOUT = ("layerdrop", "drop_path", "jitter")
@@ -56,7 +56,7 @@ def load_config(source: str, objective: str | None, dropout: bool = False) -> Op
     """The model's config; ``dropout`` keeps its dropout. Raises RecipeError."""
     where = f"model.hf: {source}"
     path = folder_of(source, ["config.json"]) / "config.json"
-    require_content(path, RecipeError)
+    refuse_lfs_pointer(path, RecipeError)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -77,7 +77,7 @@ def load_config(source: str, objective: str | None, dropout: bool = False) -> Op
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         _quiet(config, keep_padding=(objective or stored_objective(config)) != "causal")
-        departures = (*_without_noise(config, dropout), *_without_further_tokens(config))
+        departures = (*_without_noise(config, dropout), *_without_mtp(config))
         _require_sizes(config.get_text_config())
         if quantization:
             del config.quantization_config
@@ -136,14 +136,14 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
         yield f"config.json asks for {_listed_values(other)}, which is off"
 
 
-def _without_further_tokens(config: Any) -> Iterator[str]:
-    count = getattr(config.get_text_config(), FURTHER_BLOCKS, None)
+def _without_mtp(config: Any) -> Iterator[str]:
+    count = getattr(config.get_text_config(), MTP_BLOCKS, None)
     if count:
-        yield f"config.json has {FURTHER_BLOCKS} {count}: such blocks are not trained; exports copy those of the folder"
+        yield f"blocks of multi-token prediction ({MTP_BLOCKS} {count}) are not trained; exports copy the folder's"
 
 
-def other_parts(config: Any) -> list[str]:
-    """Sections of a config that describe other parts than its language model."""
+def non_text_configs(config: Any) -> list[str]:
+    """Keys of a config's sections that describe other models than its language model, such as ``vision_config``."""
     text = config.get_text_config()
     if text is config:
         return []

@@ -39,8 +39,8 @@ _ONE_SCORE = ", num_labels=1"
 def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
     """Add the tokenizer and the card to the folder of an adapter. Raises DataError, ResourceError."""
     for name, source in tokenizer_files(recipe.data.tokenizer, required=False).items():
-        if isinstance(source, Path):
-            shutil.copyfile(source, folder / name)
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_whole(folder / name, source.read_bytes() if isinstance(source, Path) else source())
     write_whole(folder / CARD_FILE, model_card(recipe, plan, loss, class_of(recipe)).encode("utf-8"))
 
 

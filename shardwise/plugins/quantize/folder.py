@@ -81,8 +81,10 @@ def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) 
     owners = [matrix.owner for matrix in others if matrix.name not in stacks]
     own = isinstance(blueprint, HuggingFaceModel)
     names = [[stored.get(path, path), *([path] if own else [])] for path in [*linear, *owners]]
-    further = [name for group in contents.layout.further for name in group.shapes if name.endswith(".weight")]
-    names += [[name.removesuffix(".weight")] for name in further]  # of a vision tower
+    untrained = [
+        name for group in contents.layout.untrained for name in group.shapes if name.endswith(".weight")
+    ]
+    names += [[name.removesuffix(".weight")] for name in untrained]  # of a vision tower
     return list(dict.fromkeys(name for aliases in names for name in aliases))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.runtime.quantization.packing import pairs_of
+from shardwise.runtime.quantization.packing import levels_by_byte
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
 BLOCKS = "weight_blocks"
@@ -63,7 +63,7 @@ class BitsAndBytesWeight(QuantizedWeight):
         if self.double is not None:
             codes = F.embedding(scales.int(), self.double.table.unsqueeze(1)).flatten()
             scales = _scaled(codes, self.double.scales) + self.double.offset
-        values = F.embedding(self.packed.int(), pairs_of(self.table, high_first=True)).flatten()[:count]
+        values = F.embedding(self.packed.int(), levels_by_byte(self.table, high_first=True)).flatten()[:count]
         return _scaled(values, scales).view(self.shape)
 
     def tensors(self) -> Mapping[str, Tensor]:

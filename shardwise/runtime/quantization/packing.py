@@ -48,7 +48,7 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     return codes.view(rows, -1)[:, :count]
 
 
-def pairs_of(levels: Tensor, high_first: bool = False) -> Tensor:
+def levels_by_byte(levels: Tensor, high_first: bool = False) -> Tensor:
     """The two levels [16] that each byte stands for, [256, 2]: that of its low half first, or that of its high half."""
     low, high = levels.repeat(16), levels.repeat_interleave(16)
     return torch.stack((high, low) if high_first else (low, high), 1)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.runtime.quantization.packing import pairs_of, to_words
+from shardwise.runtime.quantization.packing import levels_by_byte, to_words
 from shardwise.runtime.quantized import Packing
 
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
@@ -159,7 +159,7 @@ class Float4Weight(QuantizedWeight):
 
     def dequantize(self) -> Tensor:
         levels = torch.tensor(FP4_LEVELS).to(self.packed.device, non_blocking=True)
-        values = F.embedding(self.packed.int(), pairs_of(levels)).view(*self.scale.shape, -1)
+        values = F.embedding(self.packed.int(), levels_by_byte(levels)).view(*self.scale.shape, -1)
         return values.mul_(self.scale.float().unsqueeze(2)).view(self.shape)
 
     def tensors(self) -> Mapping[str, Tensor]:

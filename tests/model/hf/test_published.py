@@ -26,8 +26,8 @@ VISION = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "image_size": 16,
+    "patch_size": 8,
 }
-VISION |= {"patch_size": 8}
 
 
 def configured(folder: Path, **changes: Any) -> None:

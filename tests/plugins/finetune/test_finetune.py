@@ -21,7 +21,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.plugins.finetune import choosing as finetuning
 from shardwise.plugins.finetune.choosing import choose_method, draft, hardware_here, shape_of, with_overrides
-from shardwise.plugins.finetune.model_card import class_of, model_card
+from shardwise.plugins.finetune.model_card import class_of, finish_adapter, model_card
 from shardwise.plugins.finetune.written_recipe import (
     FINE_TUNING_METHODS,
     FineTuning,
@@ -250,6 +250,22 @@ def test_the_card_of_a_reward_model_loads_its_score(adapter: str) -> None:
     assert "ForCausalLM" not in body and "ForSequenceClassification.from_pretrained" in body
     assert ("num_labels=1" in body) == bool(adapter)
     assert "| steps | 7 of 4 pairs of 256 tokens |" in body and "| objective | reward |" in body
+
+
+def test_an_adapter_gets_every_file_of_the_tokenizer(tmp_path: Path) -> None:
+    """Also those in folders, and the settings without the code that is not copied."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    (base / "additional_chat_templates").mkdir(parents=True)
+    adapter.mkdir()
+    (base / "additional_chat_templates" / "tools.jinja").write_text("x")
+    settings = {"eos_token": "</s>", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "model: {hf: org/base}\nobjective: reward\nadapter: {rank: 8}\nsteps: 7\nbatch_size: 4\n"
+    recipe = parse_recipe(f"{text}data: {{source: p.jsonl, tokenizer: '{base}'}}\n", SETTINGS)
+    for _ in range(2):  # a run that goes on writes them again
+        finish_adapter(adapter, recipe, small_plan(), 0.5)
+    assert (adapter / "additional_chat_templates" / "tools.jinja").read_text() == "x"
+    assert json.loads((adapter / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
 
 
 def test_the_card_of_preferences_names_the_objective() -> None:
