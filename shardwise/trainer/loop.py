@@ -385,6 +385,8 @@ class Trainer:
     def _improved(self, values: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far by ``checkpoint.best``; notes it."""
         before, step = self.state.best, self.state.step
+        if before is not None and before.step == step:  # from before a rewind; its checkpoint may be replaced
+            before = None
         best = best_of(self.job.recipe, before, step, values)
         self.state = replace(self.state, best=best)
         return best != before

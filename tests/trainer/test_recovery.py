@@ -53,6 +53,7 @@ class Case:
     checkpoint: int | None = None
     stop_after: int | None = None
     left_out: tuple[tuple[int, int], ...] = ()
+    best: str | None = None
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,8 @@ def recipe_for(case: Case, corpus: Path) -> Recipe:
         "batch_size": 8,
         "optimizer": {"learning_rate": 3e-3, "clip_norm": None if in_backward else 1.0},
         "guard": {"window": 8, **case.guard},
-        "checkpoint": {"every": case.checkpoint},
+        "checkpoint": {"every": case.checkpoint, "best": case.best, "keep": 1},
+        "evaluation": {"every": 4 if case.best else None},
         "cluster": {"device": "cpu", "devices_per_node": WORLD},
         "strategy": {"precision": "fp32", "micro_batch_size": 2, **dict(case.settings)},
     }
@@ -311,6 +313,16 @@ def test_metrics_keep_what_was_undone_and_readers_do_not_show_it(
     steps = read_run(folder).steps
     assert [step.step for step in steps] == [*range(1, STEPS + 1)]
     assert [step.loss.hex() for step in steps] == [loss for _, loss, _ in curve(folder)]
+
+
+def test_the_best_checkpoint_outlives_a_rewind_to_before_it(trained: Trained, tmp_path: Path) -> None:
+    """Snapshots are of step 15, the best of step 24; the run stops before it evaluates again."""
+    case = Case({"snapshot_every": 15}, "corrupted", best="held_out_loss", stop_after=FAULT + 5)
+    ranks = trained(case, tmp_path)
+    [rewind] = events(tmp_path, "rewind")
+    best = ranks[0]["state"].best
+    assert rewind["to_step"] == 15 and ranks[0]["line"] == "stopped" and best.step == FAULT
+    assert (tmp_path / "checkpoints" / f"step-{best.step}").is_dir()
 
 
 @pytest.mark.long

@@ -129,7 +129,7 @@ class Recovery:
         # After the last rewind the run stays at the fault, so that the faulty module can be found.
         self._saved()
         exhausted = state.rewinds >= self._spec.rewinds
-        back = None if exhausted else self._restored(verdict.first)
+        back = None if exhausted else self._restored(verdict.first, state)
         if exhausted and self._can_go_back(verdict.first):
             event = verdict.event or "spike"
             why = (
@@ -155,19 +155,20 @@ class Recovery:
             return True
         return has_before(self._checkpoints, first)
 
-    def _restored(self, first: int) -> TrainState | None:
+    def _restored(self, first: int, state: TrainState) -> TrainState | None:
         """Restore the newest copy from before step ``first``, preferably from LEAD steps earlier.
 
-        Returns None if there is none; the run is then unchanged.
+        Returns None if there is none; the run is then unchanged. ``state``: the progress until now.
         """
         if self._snapshots is not None:
             for latest in (first - LEAD, first):
                 if self._snapshots.newest(_by(latest)) is not None:
-                    return self._snapshots.restore(_by(latest))
-        state = restore_before(self._run, self._checkpoints, first, self._data.fingerprint, self._warn)
-        if state is not None and self._snapshots is not None:
-            self._snapshots.begin(state)  # the old ones are of the abandoned branch
-        return state
+                    # The best since the snapshot has a checkpoint; that of the snapshot's best may be deleted.
+                    return replace(self._snapshots.restore(_by(latest)), best=state.best)
+        restored = restore_before(self._run, self._checkpoints, first, self._data.fingerprint, self._warn)
+        if restored is not None and self._snapshots is not None:
+            self._snapshots.begin(restored)  # the old ones are of the abandoned branch
+        return restored
 
     @property
     def _checkpoints(self) -> Path:
