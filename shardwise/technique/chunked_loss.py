@@ -7,8 +7,12 @@ because it replaces a module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import LOSS_PART, Wrapping
+from shardwise.technique.rules import Case
 from shardwise.technique.site import Site
 
 LOSS: Setting[str] = Setting(
@@ -29,6 +33,13 @@ class ChunkedLoss(Wrapping):
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         return "chunked loss" if strategy[LOSS] == "chunked" else ""
+
+    def has_effect(self, setting: Setting[Any], case: Case) -> bool:
+        """Not for a module of the user: which of its layers makes the logits is not known."""
+        return case.recipe.model.factory is None
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        return setting.candidates if self.has_effect(setting, case) else ()
 
     def apply(self, site: Site) -> None:
         view = site.view

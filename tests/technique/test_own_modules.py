@@ -22,7 +22,9 @@ from shardwise.engine.build import build
 from shardwise.engine.run_state import share_buffers
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
+from shardwise.jobs.planning import make_plan
 from shardwise.model.open import blueprint_of
+from shardwise.planner.answer import answer_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import canonical_name
@@ -130,6 +132,15 @@ def test_every_kind_of_module_is_planned(name: str, device: dict[str, Any]) -> N
         strategy = strategy_from({"precision": precision, "zero_stage": 2, "micro_batch_size": 2})
         ledger = dry_run(asked, blueprint, strategy, cluster).peak.ledger
         assert ledger.activations > 0 and (ledger.master_weights > 0) == (precision != "fp32")
+
+
+def test_a_loss_that_cannot_be_chunked_is_no_candidate() -> None:
+    """Which layer of a module makes its logits is not known, so a plan does not compare both losses."""
+    asked = recipe("regression")
+    cluster = cluster_of(asked.cluster)
+    plan = make_plan(asked, cluster)
+    assert {candidate.strategy.values["loss"] for candidate in plan.candidates} == {"logits"}
+    assert "loss" not in {other.setting for other in answer_of(asked, cluster, plan).nearest}
 
 
 def test_sharded_layers_are_planned_compiled() -> None:
