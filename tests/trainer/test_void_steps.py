@@ -85,7 +85,7 @@ def recipe_for(case: Case, corpus: Path) -> Recipe:
     values = {
         "model": MODEL,
         "data": {"source": str(corpus), "sequence_length": 16},
-        "steps": 14,
+        "steps": 8,
         "batch_size": 8,
         "optimizer": {"learning_rate": 3e-3, "clip_norm": None},
         "cluster": {"device": "cpu", "devices_per_node": WORLD},
@@ -213,7 +213,7 @@ def same(trained: Trained, folder: Path, case: Case) -> dict[int, dict[str, Any]
 
 
 def test_a_void_step(trained: Trained, tmp_path: Path) -> None:
-    same(trained, tmp_path, Case(void=(0, 4, 5, 13)))
+    same(trained, tmp_path, Case(void=(0, 4, 5, 7)))
 
 
 @pytest.mark.parametrize("within_backward", quick([False, True], False))
@@ -247,7 +247,7 @@ def test_the_noise_scale_is_of_all_tokens(trained: Trained, tmp_path: Path) -> N
     _, expected = trained(case, tmp_path / "enough")
     _, lines = trained(replace(case, void=(4,)), tmp_path / "void")
     assert curve(lines) == curve(expected)
-    for step in (4, 8, 12):
+    for step in (4, 8):
         assert lines[step]["gradient_noise"] == pytest.approx(expected[step]["gradient_noise"], rel=1e-9)
     assert lines[5]["busiest_expert"] == expected[5]["busiest_expert"]
 
@@ -260,7 +260,7 @@ def test_the_load_of_a_step_is_relative_to_its_own_room(trained: Trained, tmp_pa
     loads = [line["load_imbalance"] for line in lines.values()]
     assert loads == pytest.approx([line["load_imbalance"] for line in expected.values()], rel=0.05)
     assert curve(lines) == curve(expected)
-    for step in (4, 8, 12, 14):
+    for step in (4, 8):
         assert lines[step]["held_out_loss"] == pytest.approx(expected[step]["held_out_loss"], rel=1e-9)
 
 
