@@ -68,12 +68,15 @@ class Kashin(QuantizationMethod):
         inner = Basis(Factor(self.kind, self.seed, columns), left)
         outer = Basis(Factor(self.kind, self.seed + 1, columns)) if self.rotate else Basis()
         target = outer(weight.detach().float())
+        # Rows of mean square 1, as the temperatures and the first peaks expect; the peaks are scaled back at the end.
         scale = (target.norm(dim=1, keepdim=True) / math.sqrt(columns)).clamp(min=1e-30)
         target = target / scale
         check_convergence(target, inner)
+        # A left factor mixes the rows, so they cannot be searched in parts.
         chunk = rows if self.two_sided else max(1, SEARCHED_WEIGHTS // columns)
         metric = None
         if statistics is not None:
+            # The target multiplies the rotated inputs R x, whose Hessian is R H R; R is symmetric.
             metric = metric_of(outer(outer(statistics.hessian.float()).T), inner)
         pairs = [self._pair(part, inner, split_bits(scheme.bits), metric) for part in target.split(chunk)]
         codes = [self._stored(pairs, side, scale) for side in (0, 1)]
@@ -94,6 +97,7 @@ class Kashin(QuantizationMethod):
 
     def _searched(self, target: Tensor, inner: Basis, widths: tuple[int, int]) -> Pair:
         if self.steps:
+            # Equal peaks for all rows: annealing leaves the fit of each row to ``refit``.
             sizes = FIRST_PEAK * RATIO ** torch.arange(max(widths), device=target.device)
             peaks = [sizes[:width].repeat(target.shape[0], 1) for width in widths]
             pair = annealed(target, inner, peaks, self.steps)
