@@ -63,8 +63,8 @@ def _is_here(request: ClusterRequest, cluster: Cluster) -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):  # GPUs are hidden from torch
         return False
     # Every GPU must be of the cluster's kind: which of several kinds torch would use is not known here.
-    here = gpus_here()
-    return bool(here) and here <= set(cluster.device.reported)
+    gpus = gpus_here()
+    return bool(gpus) and gpus <= set(cluster.device.reported)
 
 
 def gpus_here(driver: Path = DRIVER) -> set[str]:

@@ -170,12 +170,12 @@ def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
 
 def has_native_products(dtype: str, device: torch.device) -> bool:
     """Whether products in this dtype are not emulated: at least a quarter of the speed of fp32."""
-    left, right = ([_operands(((256, 256),) * 2, name, device) for _ in range(2)] for name in ("fp32", dtype))
-    plain, other = (
-        seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device, 0.005)  # type: ignore[misc]
-        for pairs in (left, right)
-    )
-    return other < 4 * plain
+    seconds = []
+    for name in ("fp32", dtype):
+        pairs = [_operands(((256, 256),) * 2, name, device) for _ in range(2)]
+        seconds.append(seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device, 0.005))  # type: ignore[misc]
+    fp32_seconds, dtype_seconds = seconds
+    return dtype_seconds < 4 * fp32_seconds
 
 
 def _operands(shapes: Sequence[Sequence[int]], dtype: str, device: torch.device) -> list[Tensor]:

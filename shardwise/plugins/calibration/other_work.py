@@ -31,8 +31,8 @@ class OtherWork:
 
         Others first fill the cores that are not this process's: a container may have few of a large host's.
         """
-        seconds = max(time.monotonic() - self._begin, 1e-3)
-        used = (_others_seconds() - self._others) / seconds  # in cores
+        cpu_seconds = _others_seconds() - self._others
+        used = cpu_seconds / max(time.monotonic() - self._begin, 1e-3)  # in cores
         own = usable_cores()
         other_cores = max(0, (os.cpu_count() or 1) - own)
         return used > other_cores + MAX_OTHER_WORK * own

@@ -96,10 +96,11 @@ def copy_bandwidth(device: torch.device, *, size: int = 256 * MiB, budget: float
 
 def host_bandwidths(device: torch.device, *, size: int = 256 * MiB) -> tuple[float, float]:
     """Bytes/s from pinned host memory to ``device`` and back."""
+    # Pinned, as offloaded state is: pageable memory would be copied twice.
     host = torch.ones(size // 4, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    to_device = _best(lambda: there.copy_(host, non_blocking=True), device, 0.5)
-    to_host = _best(lambda: host.copy_(there, non_blocking=True), device, 0.5)
+    on_device = torch.empty_like(host, device=device)
+    to_device = _best(lambda: on_device.copy_(host, non_blocking=True), device, 0.5)
+    to_host = _best(lambda: host.copy_(on_device, non_blocking=True), device, 0.5)
     return host.nbytes / to_device, host.nbytes / to_host
 
 

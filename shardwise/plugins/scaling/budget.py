@@ -116,7 +116,7 @@ class BudgetSearch:
             return law.tokens_for(self._family[index].parameters, target)
 
         def cost(index: int) -> float:
-            """Training and serving; the forward pass is a third of the FLOPs of training."""
+            """FLOPs of training and serving; the forward pass is a third of those of training."""
             return self._flops_per_token(index) * (tokens(index) + served / 3)
 
         # A model larger than the best for training alone costs more to train and to serve.
@@ -133,8 +133,9 @@ class BudgetSearch:
                     return index
                 index = unplanned
             largest = max(self._plans, default=-1)
+            # Between the largest size that fits and the smallest that does not, nothing is known: bisect.
             if self._refusal is not None and index > largest:
-                index = (largest + self._too_large) // 2  # bisect the sizes of which nothing is known
+                index = (largest + self._too_large) // 2
             self._ask(index)
 
     def _unplanned_next_to(self, index: int) -> int | None:

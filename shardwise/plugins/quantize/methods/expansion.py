@@ -83,7 +83,7 @@ def check_convergence(weight: Tensor, basis: Basis) -> None:
     residuals = expand(weight, basis, TRIED).residuals
     before = torch.cat((torch.ones_like(residuals[:1]), residuals[:-1]))
     if not bool((residuals <= SLOWEST_DECAY * before).all()):
-        left = ", ".join(f"{residual:.2g}" for residual in residuals.tolist())
+        shares = ", ".join(f"{residual:.2g}" for residual in residuals.tolist())
         raise NotConverged(
-            f"blocks of Kashin's expansion leave {left} of the weight instead of a falling share"
+            f"blocks of Kashin's expansion leave {shares} of the weight instead of a falling share"
         )

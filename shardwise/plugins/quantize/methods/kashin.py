@@ -30,9 +30,10 @@ from shardwise.plugins.quantize.methods.kashin_weighted import (
 from shardwise.runtime.quantization.kashin import Codes, KashinWeight
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
 
-FIRST_PEAK, RATIO = 0.68, 0.25
-"""Peaks at which annealing starts, in rows of mean square 1: the first, and each one over the one before. A sign in
-each factor takes two bits of the residual."""
+FIRST_PEAK = 0.68
+"""The first peak at which annealing starts, in rows of mean square 1."""
+RATIO = 0.25
+"""Each further peak over the one before: a sign in each factor takes two bits of the residual."""
 SEARCHED_WEIGHTS = 1 << 20
 """Weights that are searched at once: the search is row by row for one-sided maps."""
 

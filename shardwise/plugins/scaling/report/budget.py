@@ -210,6 +210,7 @@ svg { max-width: 100%; height: auto; }
 
 def budget_page(budget: BudgetChoice, text: str, recipe: str) -> str:
     """The text, the picture and the recipe to train, in one file without scripts."""
+    # The picture first: the text and the recipe are the user's, and may have its marker in them.
     page = _BUDGET_PAGE.replace(
         "PICTURE", svg(budget_picture(budget), "Predicted loss by model size in the budget")
     )
