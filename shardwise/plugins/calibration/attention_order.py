@@ -26,8 +26,8 @@ def fastest_backends(device: torch.device, heads: int = HEADS, tokens: int = TOK
     call = AttentionCall(
         torch.bfloat16, heads, heads, tokens, tokens, WIDTH, WIDTH, masked=False, causal=True, dropout=False
     )
-    seconds = dict[str, float]()
-    for name in usable_backends(call, names)[:-1]:
+    seconds: dict[str, float] = {}
+    for name in usable_backends(call, names)[:-1]:  # the last one is MATH, with which the others are compared
         with with_package(name) as present:
             if present and trusted(check_of(call, device, (name, MATH))):
                 seconds[name] = _seconds(name, call, device)

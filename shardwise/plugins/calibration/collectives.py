@@ -15,12 +15,15 @@ from shardwise.hardware.measured import Curve
 
 def collective_curves(payloads: Sequence[int]) -> dict[str, Curve]:
     """Median seconds by kind and bytes of the payload, of gloo on CPU tensors. Raises RuntimeError if gloo fails."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
+    rank = dist.get_rank()
     curves: dict[str, list[tuple[float, float]]] = {}
     for payload in payloads:
+        # fp32. The payload is that of the whole tensor, of which each rank has a part.
         part = torch.ones(max(1, payload // 4 // size))
         whole = torch.ones(part.numel() * size)
         other = torch.empty_like(whole)
+        # Defaults bind the tensors of this payload to the functions.
         kinds: dict[str, Callable[[], object]] = {
             "all_gather": lambda w=whole, p=part: dist.all_gather_into_tensor(w, p),  # type: ignore[misc]
             "reduce_scatter": lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w),  # type: ignore[misc]
@@ -37,6 +40,7 @@ def collective_curves(payloads: Sequence[int]) -> dict[str, Curve]:
 
 def _to_next(sent: torch.Tensor, received: torch.Tensor, rank: int, size: int) -> None:
     """One step of a ring."""
+    # Both are posted before either is waited for: ranks that all wait for their sends would wait for each other.
     works = [dist.isend(sent, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
     for work in works:
         if work is not None:
@@ -46,7 +50,7 @@ def _to_next(sent: torch.Tensor, received: torch.Tensor, rank: int, size: int) -
 def _together(call: Callable[[], object], calls: int) -> float:
     """Median seconds of calls that follow each other on all ranks."""
     spent = []
-    call()
+    call()  # the first one sets up buffers and connections
     for _ in range(calls):
         begin = time.perf_counter()
         call()

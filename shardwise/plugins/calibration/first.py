@@ -43,14 +43,16 @@ def measured_first(request: ClusterRequest, cluster: Cluster) -> bool:
         return False
     begin = time.monotonic()
     print("measuring this machine (once", end="", file=sys.stderr, flush=True)
-    failure, busy = "", False
+    failed = False
+    outcome = ""
     try:
-        busy = _measure(cluster, processes)
+        if _measure(cluster, processes):
+            outcome = "; it did other work meanwhile, so a plan on an idle machine measures it again"
     except Exception as problem:
-        failure = f" failed, so seconds are assumed: {one_line(str(problem))}"
-    advice = "; it did other work meanwhile, so a plan on an idle machine measures it again" if busy else ""
-    print(f", {time.monotonic() - begin:.0f} s){failure or advice}", file=sys.stderr, flush=True)
-    return not failure
+        failed = True
+        outcome = f" failed, so seconds are assumed: {one_line(str(problem))}"
+    print(f", {time.monotonic() - begin:.0f} s){outcome}", file=sys.stderr, flush=True)
+    return not failed
 
 
 def _is_here(request: ClusterRequest, cluster: Cluster) -> bool:
@@ -58,9 +60,11 @@ def _is_here(request: ClusterRequest, cluster: Cluster) -> bool:
         return False
     if cluster.device.traits.is_host:
         return True
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    here = gpus_here()
-    return not hidden and bool(here) and here <= set(cluster.device.reported)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):  # GPUs are hidden from torch
+        return False
+    # Every GPU must be of the cluster's kind: which of several kinds torch would use is not known here.
+    gpus = gpus_here()
+    return bool(gpus) and gpus <= set(cluster.device.reported)
 
 
 def gpus_here(driver: Path = DRIVER) -> set[str]:
@@ -78,8 +82,10 @@ def _is_known(cluster: Cluster, processes: int) -> bool:
     if not cluster.device.traits.is_host:
         return cluster.device.measured is not None
     known = read_calibration()
-    own = () if known is None else [speeds for speeds in known.speeds if speeds.processes == processes]
-    return any(not speeds.busy or is_busy_now() for speeds in own)
+    if known is None:
+        return False
+    # Speeds of a busy machine count as known while it is busy: measuring now would give no better ones.
+    return any(not speeds.busy or is_busy_now() for speeds in known.speeds if speeds.processes == processes)
 
 
 def _can_store() -> bool:

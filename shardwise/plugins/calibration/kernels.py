@@ -62,6 +62,7 @@ def seconds_of(
             for call in calls:
                 call()
 
+    # As many rounds as fit into the budget, by the time of one.
     rounds = max(1, min(_MOST_ROUNDS, round(budget / _until_idle(lambda: issue(1), device))))
     group: Callable[[], object] = partial(issue, rounds)
     if captured:
@@ -71,7 +72,9 @@ def seconds_of(
 
 def _captured(calls: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     """A CUDA graph of the calls. ``torch.cuda.graph`` would also empty the allocator's cache, which takes longer."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    # CUDA cannot capture the default stream. The other one must see what the default stream has written.
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin()
@@ -101,9 +104,11 @@ def _until_idle(group: Callable[[], object], device: torch.device) -> float:
 
 def products(dtype: str, device: torch.device, budget: float) -> Grid:
     """Seconds of x @ W.T over (m, n, k), measured within ``budget`` seconds. Raises RuntimeError without the dtype."""
-    axes, end = SIZES[device.type], time.monotonic() + budget
+    axes = SIZES[device.type]
+    end = time.monotonic() + budget
     seconds: dict[tuple[int, ...], float] = {}
-    rate = 0.0  # FLOP/s of the largest product so far
+    rate = 0.0  # the most FLOP/s so far
+    # By FLOPs, ascending: the rate of the products so far says how long the next one takes, before it runs.
     for sizes in sorted(product(*axes), key=math.prod):
         flops = 2.0 * math.prod(sizes)
         if rate and (flops / rate > SLOWEST or time.monotonic() > end):
@@ -123,6 +128,7 @@ def attention(dtype: str, device: torch.device, axes: tuple[tuple[int, ...], ...
         shape = torch.Size((1, HEADS[device.type], length, width))
         q, k, v = (operand.requires_grad_() for operand in _operands((shape,) * 3, dtype, device))
 
+        # Defaults bind the tensors of this shape.
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -134,11 +140,13 @@ def attention(dtype: str, device: torch.device, axes: tuple[tuple[int, ...], ...
         ) -> object:
             return torch.autograd.grad(out, (q, k, v), slope, retain_graph=True)
 
-        there = attention_flops(shape, shape, shape, causal=True)
-        back = attention_backward_flops(shape, shape, shape, causal=True)
-        seconds_per_flop["forward"].append(seconds_of([forward], device, captured=False) / there)
-        seconds_per_flop["backward"].append(seconds_of([backward], device, captured=False) / back)
-    return {f"{dtype} {way}": Grid(axes, tuple(values)) for way, values in seconds_per_flop.items()}
+        forward_flops = attention_flops(shape, shape, shape, causal=True)
+        backward_flops = attention_backward_flops(shape, shape, shape, causal=True)
+        forward_seconds = seconds_of([forward], device, captured=False)
+        backward_seconds = seconds_of([backward], device, captured=False)
+        seconds_per_flop["forward"].append(forward_seconds / forward_flops)
+        seconds_per_flop["backward"].append(backward_seconds / backward_flops)
+    return {f"{dtype} {name}": Grid(axes, tuple(values)) for name, values in seconds_per_flop.items()}
 
 
 def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
@@ -146,28 +154,28 @@ def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
 
     Bytes are those that the dry run counts: two operands and the result, or the one tensor that changes.
     """
-    new, same = [], []
+    new, in_place = [], []
     size = 3 * 1024
     while size <= largest:
-        elements = size // 12
-        pairs = [
-            _operands(((elements,), (elements,)), "fp32", device) for _ in range(3 if size < 8 * MiB else 1)
-        ]
+        elements = size // 12  # two fp32 operands and the fp32 result
+        # Large operands replace each other in the cache, so one set of them is enough.
+        operand_sets = 3 if size < 8 * MiB else 1
+        pairs = [_operands(((elements,), (elements,)), "fp32", device) for _ in range(operand_sets)]
         new.append((float(size), seconds_of([lambda p=p: p[0] * p[1] for p in pairs], device)))  # type: ignore[misc]
         wide = [torch.ones(size // 4, device=device) for _ in pairs]
-        same.append((float(size), seconds_of([lambda w=w: w.mul_(1.0) for w in wide], device)))  # type: ignore[misc]
+        in_place.append((float(size), seconds_of([lambda w=w: w.mul_(1.0) for w in wide], device)))  # type: ignore[misc]
         size *= 4
-    return {NEW: tuple(new), IN_PLACE: tuple(same)}
+    return {NEW: tuple(new), IN_PLACE: tuple(in_place)}
 
 
 def has_native_products(dtype: str, device: torch.device) -> bool:
     """Whether products in this dtype are not emulated: at least a quarter of the speed of fp32."""
-    left, right = ([_operands(((256, 256),) * 2, name, device) for _ in range(2)] for name in ("fp32", dtype))
-    plain, other = (
-        seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device, 0.005)  # type: ignore[misc]
-        for pairs in (left, right)
-    )
-    return other < 4 * plain
+    seconds = []
+    for name in ("fp32", dtype):
+        pairs = [_operands(((256, 256),) * 2, name, device) for _ in range(2)]
+        seconds.append(seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device, 0.005))  # type: ignore[misc]
+    fp32_seconds, dtype_seconds = seconds
+    return dtype_seconds < 4 * fp32_seconds
 
 
 def _operands(shapes: Sequence[Sequence[int]], dtype: str, device: torch.device) -> list[Tensor]:

@@ -23,16 +23,19 @@ class OtherWork:
     """The CPU time that other processes use from here on."""
 
     def __init__(self) -> None:
-        self._begin, self._others = time.monotonic(), _others_seconds()
+        self._begin = time.monotonic()
+        self._others = _others_seconds()
 
     def is_much(self) -> bool:
         """Whether other processes used cores that this process and its children may use.
 
         Others first fill the cores that are not this process's: a container may have few of a large host's.
         """
-        used = (_others_seconds() - self._others) / max(time.monotonic() - self._begin, 1e-3)
+        cpu_seconds = _others_seconds() - self._others
+        used = cpu_seconds / max(time.monotonic() - self._begin, 1e-3)  # in cores
         own = usable_cores()
-        return used > max(0, (os.cpu_count() or 1) - own) + MAX_OTHER_WORK * own
+        other_cores = max(0, (os.cpu_count() or 1) - own)
+        return used > other_cores + MAX_OTHER_WORK * own
 
 
 def is_busy_now() -> bool:
@@ -48,7 +51,8 @@ def _others_seconds() -> float:
     0 where the system does not tell: then no other work is seen.
     """
     try:
-        machine, own = psutil.cpu_times(), os.times()
+        machine = psutil.cpu_times()
+        own = os.times()
     except OSError:
         return 0.0
     # A hypervisor's other guests (steal) slow a measurement as well. Guests' time is part of the user's time.

@@ -48,18 +48,22 @@ SETTINGS_OF_AXIS: dict[str, dict[str, Any]] = {
 
 def kernel_speeds(task: Task, device: torch.device) -> MeasuredSpeeds:
     """The speeds of this process's kernels while all ranks are busy, and of the host where ``known`` lacks it."""
-    world, effort = dist.get_world_size(), task.effort
-    host, order = kind_of(device).is_host, tuple[str, ...]()
+    world = dist.get_world_size()
+    effort = task.effort
+    host = kind_of(device).is_host
+    order: tuple[str, ...] = ()
     if not host:
+        # Before anything else is measured: attention and steps below run the backend that plans will run.
         order = fastest_backends(device)
         prefer_backends(device, order)
     speeds = MeasuredSpeeds(
         world, torch.get_num_threads(), {}, {}, plain_curves(device, effort.largest_bytes)
     )
     native_dtypes = [dtype for dtype in task.dtypes if dtype == "fp32" or has_native_products(dtype, device)]
-    grids, heads = dict[str, Grid](), dict[str, Grid]()
+    grids: dict[str, Grid] = {}
+    heads: dict[str, Grid] = {}
     for dtype in native_dtypes:
-        dist.barrier()
+        dist.barrier()  # so that all ranks use the memory and the cores at the same time
         grids[dtype] = products(dtype, device, effort.product_seconds)
         heads |= attention(dtype, device, effort.attention[device.type])
     speeds = replace(speeds, products=grids, attention=heads)
@@ -87,14 +91,17 @@ def _steps(task: Task, device: torch.device, dtypes: list[str]) -> list[TimedSte
 
 def with_collectives(speeds: MeasuredSpeeds, task: Task, device: torch.device) -> MeasuredSpeeds:
     """``speeds`` with the curves of collectives, and the host's seconds around them by mesh axis."""
-    effort, world = task.effort, dist.get_world_size()
+    effort = task.effort
+    world = dist.get_world_size()
     speeds = replace(speeds, processes=world, collectives=collective_curves(effort.payloads))
-    around, waiting = dict[str, float](), dict[str, float]()
+    around: dict[str, float] = {}
+    waiting: dict[str, float] = {}
     for axis in effort.axes:
         settings = {key: world if value == _WHOLE else value for key, value in SETTINGS_OF_AXIS[axis].items()}
         small, large = (
             timed_step(model, 64, 2, settings, device, effort.plain_steps) for model in (TINY, WIDE)
         )
+        # Operations that only this axis runs get their ratios here; those that are known keep theirs.
         speeds = replace(speeds, ratios={**ratios([small, large], speeds.plain), **speeds.ratios})
         around[axis], waiting[axis] = around_collectives(small, large, speeds, axis)
     for axis in SETTINGS_OF_AXIS:
@@ -107,9 +114,12 @@ def measured(task: Task, rank: int, size: int, folder: Path) -> MeasuredSpeeds:
     """The speeds of this process. A quick task measures kernels and host in a group of its own, next to the others."""
     device = torch.device(task.device)
     apart = task.quick and size > 1
-    with _calibration_group(
-        device, folder / (f"store-{rank}" if apart else "store"), *((0, 1) if apart else (rank, size))
-    ):
+    if apart:
+        # A file of its own: ranks of two groups that meet at one file would join each other.
+        kernel_group = _calibration_group(device, folder / f"store-{rank}", 0, 1)
+    else:
+        kernel_group = _calibration_group(device, folder / "store", rank, size)
+    with kernel_group:
         speeds = kernel_speeds(task, device) if task.dtypes else task.known
         assert speeds is not None
         if size > 1 and not apart:
@@ -127,7 +137,7 @@ def _calibration_group(device: torch.device, store: Path, rank: int, size: int) 
     dist.init_process_group(backend, init_method=store.as_uri(), rank=rank, world_size=size)
     try:
         yield
-        dist.barrier()
+        dist.barrier()  # a rank that left early would close connections that others still use
     finally:
         dist.destroy_process_group()
 
@@ -140,7 +150,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         return_large_frees(False)
     else:
         torch.get_device_module(device).set_device(device)
-    torch.manual_seed(rank)
+    torch.manual_seed(rank)  # operands differ; nothing is compared between ranks
     speeds = measured(task, rank, size, folder)
     if rank == 0:
         (folder / FOUND).write_text(text_of(speeds), encoding="utf-8")

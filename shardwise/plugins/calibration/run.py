@@ -26,10 +26,12 @@ def measure_cpu() -> tuple[MeasuredSpeeds, ...]:
 
     Processes beyond the cores take turns, so their kernels are not measured but computed.
     """
-    cores, speeds = usable_cores(), list[MeasuredSpeeds]()
+    cores = usable_cores()
+    speeds: list[MeasuredSpeeds] = []
     for processes in PROCESSES:
         threads = threads_of(processes)
         known = speeds[-1].shared_by(processes, threads, cores) if speeds else None
+        # Without dtypes the processes take the kernels from ``known``, and measure collectives alone.
         dtypes = CPU_DTYPES if processes <= cores or not speeds else ()
         speeds.append(_measured_by_ranks(Task("cpu", dtypes, known), processes, threads))
     return tuple(speeds)
@@ -62,6 +64,7 @@ def _measured_by_ranks(task: Task, processes: int, threads: int) -> MeasuredSpee
         try:
             _wait_for(workers, _QUICK_TIMEOUT if task.quick else _TIMEOUT)
         finally:
+            # When one rank fails, the others wait for it in a collective.
             for worker in workers:
                 if worker.poll() is None:
                     worker.kill()

@@ -13,7 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ class TimedStep:
 
     def own_kernels(self) -> Iterable[Kernel]:
         """The kernels of one step."""
+        # All timed steps run the same kernels, so the first part of the list is one step.
         once = self.kernels[: len(self.kernels) // _TIMED_STEPS]
         return itertools.chain.from_iterable(kernels for kernels, _ in once)
 
@@ -81,7 +82,7 @@ def timed_step(
     run = build(recipe, blueprint_of(recipe), strategy, device)
     tokens = torch.randint(model["vocab"], (micro_batch, length), device=device)
     batches = [{"input_ids": tokens, "labels": tokens}]
-    for _ in range(2):
+    for _ in range(2):  # optimizer state is made in the first step; the second one reuses memory
         step(run, batches, 1e-4)
     readings: list[dict[str, float]] = []
     for _ in range(plain_steps):
@@ -124,27 +125,29 @@ def ratios(steps: Iterable[TimedStep], plain: Mapping[str, Curve]) -> dict[str, 
     buckets: dict[tuple[str, int], list[float]] = defaultdict(list)
     for timed in steps:
         for kernels, seconds in timed.kernels:
-            if any(kernel.flops for kernel in kernels):
+            if any(kernel.flops for kernel in kernels):  # products and attention have grids of their own
                 continue
             curve = plain[IN_PLACE if in_place(kernels[0].operation) else NEW]
             expected = sum(on_curve(curve, kernel.bytes) for kernel in kernels)
             size = sum(kernel.bytes for kernel in kernels) / len(kernels)
-            key = f"{kernels[0].operation} {kernels[0].dtype}", round(math.log(max(size, 1.0), 4))
-            buckets[key].append(max(0.0, seconds - timed.floor) / expected)
+            name = f"{kernels[0].operation} {kernels[0].dtype}"
+            bucket = round(math.log(max(size, 1.0), 4))
+            buckets[name, bucket].append(max(0.0, seconds - timed.floor) / expected)
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for (name, bucket), every in sorted(buckets.items()):
-        curves[name].append((4.0**bucket, min(max(statistics.median(every), _LEAST), _MOST)))
+    for (name, bucket), bucket_ratios in sorted(buckets.items()):
+        curves[name].append((4.0**bucket, min(max(statistics.median(bucket_ratios), _LEAST), _MOST)))
     return {name: tuple(curve) for name, curve in curves.items()}
 
 
 def host_seconds(tiny: TimedStep, speeds: MeasuredSpeeds) -> dict[str, float]:
     """Seconds of the host around each kernel by phase, from the step of a tiny model on one process."""
-    kernels, calls = defaultdict[str, float](float), defaultdict[str, int](int)
+    kernel_seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
     for kernel in tiny.own_kernels():
-        kernels[kernel.phase] += speeds.kernel_seconds(kernel) or 0.0
+        kernel_seconds[kernel.phase] += speeds.kernel_seconds(kernel) or 0.0
         calls[kernel.phase] += 1
     return {
-        phase: max(0.0, spent - kernels[phase]) / calls[phase]
+        phase: max(0.0, spent - kernel_seconds[phase]) / calls[phase]
         for phase, spent in tiny.phases.items()
         if calls[phase]
     }
@@ -163,21 +166,31 @@ def around_collectives(
 
     Both explain the part of two steps that kernels and the host leave, one with small payloads and one with large ones.
     """
-    (calls, own, left), (more_calls, more_own, more_left) = (
-        _left(timed, speeds, axis) for timed in (small, large)
-    )
-    if not calls:
+    first = _axis_time(small, speeds, axis)
+    second = _axis_time(large, speeds, axis)
+    if not first.calls:
         return 0.0, 1.0
-    apart = calls * more_own - more_calls * own
-    share = (calls * more_left - more_calls * left) / apart if apart > 0 else 1.0
+    # Two equations, one for each step: calls * around + share * alone = in_step. Solved for share by Cramer's rule.
+    determinant = first.calls * second.alone - second.calls * first.alone
+    share = 1.0
+    if determinant > 0:
+        share = (first.calls * second.in_step - second.calls * first.in_step) / determinant
     share = min(max(share, 0.0), _LONGEST)
-    return max(0.0, left - share * own) / calls, share
+    return max(0.0, first.in_step - share * first.alone) / first.calls, share
 
 
-def _left(timed: TimedStep, speeds: MeasuredSpeeds, axis: str) -> tuple[int, float, float]:
-    """The collectives of the axis: their number, their seconds by themselves, and the seconds of the step for them."""
-    left = sum(timed.phases.values())
-    left -= sum((speeds.kernel_seconds(k) or 0.0) + speeds.host_seconds(k) for k in timed.own_kernels())
-    left -= sum(speeds.collective_seconds(c) or 0.0 for c in timed.collectives if c.axis != axis)
-    own = [speeds.collective_seconds(c) or 0.0 for c in timed.collectives if c.axis == axis]
-    return len(own), sum(own), left
+class _AxisTime(NamedTuple):
+    """The collectives of an axis: their number, their seconds by themselves, and the seconds of the step for them."""
+
+    calls: int
+    alone: float
+    in_step: float
+
+
+def _axis_time(timed: TimedStep, speeds: MeasuredSpeeds, axis: str) -> _AxisTime:
+    """All that a step takes without its kernels, the host around them, and the collectives of other axes."""
+    in_step = sum(timed.phases.values())
+    in_step -= sum((speeds.kernel_seconds(k) or 0.0) + speeds.host_seconds(k) for k in timed.own_kernels())
+    in_step -= sum(speeds.collective_seconds(c) or 0.0 for c in timed.collectives if c.axis != axis)
+    alone = [speeds.collective_seconds(c) or 0.0 for c in timed.collectives if c.axis == axis]
+    return _AxisTime(len(alone), sum(alone), in_step)

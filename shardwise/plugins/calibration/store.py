@@ -28,8 +28,11 @@ def calibrated(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
     if any(device.profile for device in diagnosis.facts.torch.devices):
         yield from calibrate_gpus(diagnosis.facts)
         return
-    works = not diagnosis.facts.torch.error
-    yield calibrate(diagnosis, *(measured_speeds(folder) if works else ()))
+    if diagnosis.facts.torch.error:  # nothing can be measured; ``calibrate`` raises with the reason
+        yield calibrate(diagnosis)
+        return
+    speeds, disk = measured_speeds(folder)
+    yield calibrate(diagnosis, speeds, disk)
 
 
 def calibrate(
@@ -51,7 +54,7 @@ def calibrate(
         machine.usable_cores(),
         cpu.flops,
         cpu.memory_bandwidth,
-        link and link[0],
+        None if link is None else link[0],
         machine.torch_version(),
         _today(),
         disk,
@@ -78,9 +81,13 @@ def add_speeds(speeds: MeasuredSpeeds) -> Path:
         ResourceError: it cannot be written.
     """
     known = machine.read_calibration()
-    others = () if known is None else [other for other in known.speeds if other.processes != speeds.processes]
+    others: list[MeasuredSpeeds] = []
+    if known is not None:
+        others = [other for other in known.speeds if other.processes != speeds.processes]
     if known is None or (known.speeds and all(other.busy for other in known.speeds)):
-        bandwidth = speeds.plain[NEW][-1][0] / speeds.plain[NEW][-1][1]
+        largest_bytes, seconds = speeds.plain[NEW][-1]
+        bandwidth = largest_bytes / seconds
+        # Speeds are those of one process; a calibration has the rates of the whole machine.
         known = machine.Calibration(
             machine.cpu_model(),
             machine.usable_cores(),
@@ -106,6 +113,7 @@ def calibrate_gpus(facts: Facts) -> Iterator[Path]:
     """Measure one GPU of each known kind and store its speeds for later plans. Raises ResourceError."""
     from shardwise.plugins.calibration.run import measure_gpu
 
+    # In reverse, so that the first device of a kind is the one that stays in the dictionary.
     kinds = {device.profile: device.index for device in reversed(facts.torch.devices) if device.profile}
     for profile, index in kinds.items():
         try:

@@ -62,9 +62,12 @@ def kept_inputs(blocks: int, inputs: int) -> list[int]:
     """Numbers of the blocks whose inputs are kept on the way to the last of ``blocks`` blocks; the first is 0."""
     kept = [0]
     while blocks > 1 and inputs > 1:
+        # Keeping the input of block k costs the k runs on the way to it. The blocks from k on then have one input
+        # less to keep; afterwards the k blocks before it have all inputs again.
         step = min(range(1, blocks), key=lambda k: k + passes(blocks - k, inputs - 1) + passes(k, inputs))
         kept.append(kept[-1] + step)
-        blocks, inputs = blocks - step, inputs - 1
+        blocks -= step
+        inputs -= 1
     return kept
 
 
@@ -88,10 +91,11 @@ class _Link(ActivationWrapper):
         self.index = index
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        block, chain = self._checkpoint_wrapped_module, self.chain
-        if not torch.is_grad_enabled():
+        block = self._checkpoint_wrapped_module
+        chain = self.chain
+        if not torch.is_grad_enabled():  # evaluation, or a run that only passes through
             return block(*args, **kwargs)
-        if chain.second is not None:
+        if chain.second is not None:  # the backward pass runs this block again
             return chain.second.run(block, args, kwargs)
         if self.index == 0:
             chain.current = _ChainPass(chain)
@@ -100,7 +104,7 @@ class _Link(ActivationWrapper):
             raise blocks_in_order_error(f"{type(block).__name__} is not called once and after the one before")
         result = run.first(block, args, kwargs)
         if self.index == len(chain.members) - 1:
-            chain.current = None
+            chain.current = None  # the autograd graph alone holds the pass from here on
         return result
 
 
@@ -150,41 +154,46 @@ class _ChainPass:
 
     def _run_again(self, index: int) -> None:
         """Fill the slots of one block."""
-        member, call, second = self.chain.members[index], self.calls[index], SecondRun(self.slots[index])
+        second = SecondRun(self.slots[index])
         devices = sorted({device for call in self.calls for device in call.devices})
+        # ``again`` sets the generators to the states of the first run, so that dropout masks are the same.
         with torch.random.fork_rng(devices=devices):
+            # Without ``second`` yet: the blocks on the way run without a graph, and fill no slots.
             returned = self._returned_before(index)
             self.chain.second = second
             try:
                 with torch.enable_grad():
-                    call.again(member, returned)
+                    self.calls[index].again(self.chain.members[index], returned)
             finally:
                 self.chain.second = None
         second.check()
 
     def _returned_before(self, index: int) -> list[Tensor]:
         """What the block before has returned; the way there starts at the nearest kept input."""
+        # The backward pass goes through the blocks in reverse, so later inputs are not needed again.
         while self.kept[-1][0] > index:
             self.kept.pop()
         start, kept_tensors = self.kept[-1]
         outputs = [kept.tensor() for kept in kept_tensors]
-        if 0 < start == index:
+        # This block's own input is used for the last time. That of the chain stays: an empty list has no start.
+        if start == index and start > 0:
             self.kept.pop()
+        # The input of ``start`` is among those that ``kept_inputs`` counts, hence + 1.
         free = self.chain.inputs - len(self.kept) + 1
         keep = {start + step for step in kept_inputs(index - start + 1, free)}
-        for at in range(start, index):
-            outputs = self._passed(at, outputs)
-            if at < index - 1:  # the backward pass needs the weights of the block before next
-                fsdp_reshard(self.chain.members[at])
-            if at + 1 in keep and at + 1 < index:
-                self.kept.append((at + 1, [KeptTensor.of(tensor) for tensor in outputs]))
+        for passed in range(start, index):
+            outputs = self._passed(passed, outputs)
+            if passed < index - 1:  # the backward pass needs the weights of the block before next
+                fsdp_reshard(self.chain.members[passed])
+            if passed + 1 in keep and passed + 1 < index:
+                self.kept.append((passed + 1, [KeptTensor.of(tensor) for tensor in outputs]))
         return outputs
 
-    def _passed(self, at: int, returned: list[Tensor]) -> list[Tensor]:
+    def _passed(self, index: int, returned: list[Tensor]) -> list[Tensor]:
         """What a block returns, without a graph, in tensors that require a gradient where the first run's did."""
         with torch.no_grad():
-            tensors = result_tensors(self.calls[at].again(self.chain.members[at], returned))
+            tensors = result_tensors(self.calls[index].again(self.chain.members[index], returned))
         return [
             tensor.requires_grad_(required)
-            for tensor, required in zip(tensors, self.required[at], strict=True)
+            for tensor, required in zip(tensors, self.required[index], strict=True)
         ]

@@ -150,13 +150,16 @@ def _judge_software(facts: Facts) -> Iterator[Check]:
     else:
         yield Check("python", "good", facts.python)
     low, high = (".".join(map(str, version)) for version in SUPPORTED_TORCH)
-    torch, wanted = facts.torch, f'pip install "torch>={low},<{high}"'
+    torch = facts.torch
+    advice = f'pip install "torch>={low},<{high}"'
     if torch.error:
-        yield Check("torch", "bad", torch.error, wanted)
+        yield Check("torch", "bad", torch.error, advice)
     elif not SUPPORTED_TORCH[0] <= _version(torch.version or "") < SUPPORTED_TORCH[1]:
-        yield Check("torch", "bad", f"{torch.version}, supported is {low} to below {high}", wanted)
+        yield Check("torch", "bad", f"{torch.version}, supported is {low} to below {high}", advice)
     else:
-        build = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.rocm}" if torch.rocm else "CPU build"
+        build = f"ROCm {torch.rocm}" if torch.rocm else "CPU build"
+        if torch.cuda:
+            build = f"CUDA {torch.cuda}"
         yield Check("torch", "good", f"{torch.version} ({build})")
     missing = [name for name in ("transformers", "datasets") if facts.packages.get(name) is None]
     if missing:
@@ -165,7 +168,8 @@ def _judge_software(facts: Facts) -> Iterator[Check]:
 
 
 def _judge_memory(facts: Facts) -> Iterator[Check]:
-    memory, disk, measuring = facts.memory, facts.disk, facts.measuring
+    memory = facts.memory
+    disk = facts.disk
     available = "unknown" if memory.available is None else format_bytes(memory.available)
     finding = f"{available} available of {format_bytes(memory.total)}"
     if memory.limit is not None and memory.limit < memory.total:
@@ -189,8 +193,12 @@ def _judge_memory(facts: Facts) -> Iterator[Check]:
         if free is None:
             yield Check(name, "warn", f"unknown free space at {folder}", f"it cannot be read: {disk.problem}")
             continue
-        verdict, advice = ("bad", "free space") if free < LEAST_DISK else ("good", "")
-        yield Check(name, verdict, f"{format_bytes(free)} free at {folder}", advice)
+        finding = f"{format_bytes(free)} free at {folder}"
+        if free < LEAST_DISK:
+            yield Check(name, "bad", finding, "free space")
+        else:
+            yield Check(name, "good", finding)
+    measuring = facts.measuring
     if not measuring.high_water_mark:
         advice = "measured peaks will be upper bounds: allow writing /proc/self/clear_refs"
         yield Check("memory measurement", "warn", "the high-water mark cannot be reset", advice)
@@ -205,7 +213,8 @@ def _judge_memory(facts: Facts) -> Iterator[Check]:
 
 def _judge_allocator(facts: Facts) -> Iterator[Check]:
     """Training on a CPU spends a part of each step on page faults; huge pages take 15 times fewer."""
-    allocator, pages = facts.allocator, facts.measuring.huge_pages
+    allocator = facts.allocator
+    pages = facts.measuring.huge_pages
     if allocator.preloaded:
         advice = (
             "it keeps freed memory: measured peaks come out too high; unset LD_PRELOAD to compare with plans"
@@ -213,8 +222,8 @@ def _judge_allocator(facts: Facts) -> Iterator[Check]:
         yield Check("host allocator", "note", f"{allocator.preloaded} (LD_PRELOAD)", advice)
     elif not _has_huge_pages(allocator) or pages not in ("madvise", "always"):
         why = f"{allocator.library or 'unknown'} {allocator.version}, huge pages: {pages or 'none'}"
-        wanted = ".".join(map(str, HUGE_PAGES_SINCE))
-        advice = f"steps on this CPU have more page faults than with glibc {wanted} and huge pages on madvise"
+        since = ".".join(map(str, HUGE_PAGES_SINCE))
+        advice = f"steps on this CPU have more page faults than with glibc {since} and huge pages on madvise"
         yield Check("host allocator", "note", why, advice)
     else:
         yield Check("host allocator", "good", f"glibc {allocator.version}, with huge pages for large blocks")
@@ -225,7 +234,8 @@ def _has_huge_pages(allocator: HostAllocator) -> bool:
 
 
 def _judge_communication(facts: Facts, speeds: Speeds) -> Iterator[Check]:
-    torch, network = facts.torch, facts.network
+    torch = facts.torch
+    network = facts.network
     if torch.error:
         return
     if not (torch.distributed and torch.gloo):
@@ -368,6 +378,8 @@ def _measure_device(name: str, device: Any) -> DeviceSpeed:
 
     flops: dict[str, float] = {}
     wrong: list[str] = []
+    to_device: float | None = None
+    to_host: float | None = None
     problem = ""
     for word, dtype in speed.DTYPES.items():
         try:
@@ -381,7 +393,8 @@ def _measure_device(name: str, device: Any) -> DeviceSpeed:
             wrong.append(word)
     try:
         bandwidth = speed.copy_bandwidth(device)
-        there, back = (None, None) if kind_of(device).is_host else speed.host_bandwidths(device)
-    except RuntimeError:
-        bandwidth, there, back = 0.0, None, None
-    return DeviceSpeed(name, flops, tuple(wrong), bandwidth, there, back, problem)
+        if not kind_of(device).is_host:
+            to_device, to_host = speed.host_bandwidths(device)
+    except RuntimeError:  # no memory for the copies: none of the three is shown
+        bandwidth = 0.0
+    return DeviceSpeed(name, flops, tuple(wrong), bandwidth, to_device, to_host, problem)

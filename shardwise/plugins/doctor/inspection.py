@@ -215,6 +215,7 @@ def _accept_once(listener: socket.socket) -> None:
 
 def can_lower_high_water_mark(proc: Path = Path("/proc/self")) -> bool:
     """Whether the process's high-water mark (VmHWM) can be reset. If not, a measured peak is only an upper bound."""
+    # Allocated and freed, so that the mark is above the level, and a reset must lower it.
     block = b"x" * (64 * MiB)
     del block
     before = _high_water_mark(proc)
@@ -252,11 +253,16 @@ def _high_water_mark(proc: Path) -> int | None:
 
 
 def _memory(root: Path = Path("/")) -> MachineMemory:
-    limit, usable, left = machine.memory_limit(root), machine.usable_memory(root), machine.memory_left(root)
-    shared, _ = _free(Path("/dev/shm")) if Path("/dev/shm").is_dir() else (None, "")
+    limit = machine.memory_limit(root)
+    usable = machine.usable_memory(root)
+    left = machine.memory_left(root)
+    shared = None
+    if Path("/dev/shm").is_dir():
+        shared, _ = _free(Path("/dev/shm"))
     total = machine.physical_memory()
     try:
-        present, swap = psutil.virtual_memory(), psutil.swap_memory()
+        present = psutil.virtual_memory()
+        swap = psutil.swap_memory()
     except (OSError, KeyError, ValueError) as error:  # /proc/meminfo is missing, or has other lines
         return MachineMemory(
             total, None, limit, usable, None, None, shared, str(error) or type(error).__name__

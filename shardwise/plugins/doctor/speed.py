@@ -69,6 +69,7 @@ def matrix_product(
     left = torch.randn(size, size, generator=generator, device=device).to(dtype)
     right = torch.randn(size, size, generator=generator, device=device).to(dtype)
     out = torch.empty(size, size, dtype=dtype, device=device)
+    # The setting is global: it is restored for the rest of this process.
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -76,6 +77,7 @@ def matrix_product(
         seconds = sum(_best(partial(torch.mm, *pair, out=out), device, budget / 3) for pair in pairs) / 3
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
+    # One column: fp64 products of whole matrices would take longer than the measurement.
     exact = left.double() @ right[:, 0].double()
     # A sum of random signs is about sqrt(size). The error consists of one rounding to the dtype, and one rounding of
     # each partial sum to the accumulator's dtype.
@@ -94,10 +96,11 @@ def copy_bandwidth(device: torch.device, *, size: int = 256 * MiB, budget: float
 
 def host_bandwidths(device: torch.device, *, size: int = 256 * MiB) -> tuple[float, float]:
     """Bytes/s from pinned host memory to ``device`` and back."""
+    # Pinned, as offloaded state is: pageable memory would be copied twice.
     host = torch.ones(size // 4, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    to_device = _best(lambda: there.copy_(host, non_blocking=True), device, 0.5)
-    to_host = _best(lambda: host.copy_(there, non_blocking=True), device, 0.5)
+    on_device = torch.empty_like(host, device=device)
+    to_device = _best(lambda: on_device.copy_(host, non_blocking=True), device, 0.5)
+    to_host = _best(lambda: host.copy_(on_device, non_blocking=True), device, 0.5)
     return host.nbytes / to_device, host.nbytes / to_host
 
 
@@ -155,6 +158,7 @@ def start_rank(
     module: str, arguments: Sequence[object], threads: int, stdout: int = subprocess.PIPE
 ) -> subprocess.Popen[str]:
     """A local process that runs a module of the package, and whose gloo communicates over loopback."""
+    # The child imports this very package, also where it is not installed.
     package = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
@@ -181,8 +185,10 @@ def _rank_of_link(rank: int, processes: int, folder: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
+        # In a ring, each rank sends (p - 1) / p of the payload in either collective.
         sent = 2 * (processes - 1) / processes * whole.nbytes
-        print(json.dumps({"bandwidth": sent / (gather + scatter), "latency": latencies[15]}))
+        median = latencies[len(latencies) // 2]
+        print(json.dumps({"bandwidth": sent / (gather + scatter), "latency": median}))
 
 
 def _timed_together(run: Callable[[], object]) -> float:
@@ -198,10 +204,14 @@ def _best(run: Callable[[], object], device: torch.device, budget: float) -> flo
     Runs of ``_SLOW`` seconds are not repeated.
     """
     _timed(run, device)
-    best, spent, runs = float("inf"), 0.0, 0
+    best = float("inf")
+    spent = 0.0
+    runs = 0
     while (runs < 3 and spent < _SLOW) or (spent < budget and runs < 100):
         seconds = _timed(run, device)
-        best, spent, runs = min(best, seconds), spent + seconds, runs + 1
+        best = min(best, seconds)
+        spent += seconds
+        runs += 1
     return best
 
 

@@ -85,6 +85,7 @@ def merge_adapter(base: str, adapter: Path, target: Path, dtype: str | None = No
 
     extra_files: dict[str, ExtraFile] = {RECORD_FILE: record}
     if pair.blueprint.spec.name == "dora":
+        # A function: the norms are known only after the weights have been read and merged.
         extra_files[NORMS_FILE] = lambda: save(
             {path: norms.contiguous() for path, norms in merged.norms.items()}
         )
@@ -115,6 +116,7 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
         )
     dtypes = pair.dtypes()
     for name in Merged(pair.adapted, pair.read).weights:
+        # 16 bits round the sum of weight and update, and subtracting the update does not give the weight back.
         if dtypes[name].itemsize < 4:
             raise CheckpointError(
                 "the base cannot be restored",
@@ -126,12 +128,12 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
     if pair.blueprint.spec.name == "dora":
         norm_files = WeightFiles((folder / NORMS_FILE).parent, single=Path(NORMS_FILE).name)
         norms = {path: norm_files.read(path) for path in norm_files.shapes}
-    said = {
+    # The base may have had fewer bits than the merged model, which was written with --dtype fp32.
+    base_dtypes = {
         name: DTYPES_BY_NAME[record["dtypes"].get(name, STORED_DTYPES[kind])] for name, kind in dtypes.items()
     }
-    return _write_merged(
-        target, pair, _in_dtype(said, dtype), Unmerged(pair.adapted, pair.read, norms).read, {}
-    )
+    unmerged = Unmerged(pair.adapted, pair.read, norms)
+    return _write_merged(target, pair, _in_dtype(base_dtypes, dtype), unmerged.read, {})
 
 
 def _write_merged(
@@ -142,8 +144,10 @@ def _write_merged(
     more: Mapping[str, ExtraFile],
 ) -> Written:
     layout = pair.base.hf_folder()
+    config = layout.config
     floats = {kind for kind in dtypes.values() if kind.is_floating_point}
-    config = config_in(layout.config, floats.pop()) if len(floats) == 1 else layout.config
+    if len(floats) == 1:  # a config has one dtype; for tensors of several it stays as it is
+        config = config_in(config, floats.pop())
     extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
     extra_files |= tokenizer_files(pair.base.source, required=False)
     contents = Contents(replace(layout, config=config), dtypes, read, {**extra_files, **more})
@@ -153,8 +157,10 @@ def _write_merged(
 
 
 def _in_dtype(dtypes: Mapping[str, torch.dtype], dtype: str | None) -> dict[str, torch.dtype]:
-    wanted = EXPORT_DTYPES[dtype] if dtype else None
-    return {name: wanted if wanted and kind.is_floating_point else kind for name, kind in dtypes.items()}
+    if dtype is None:
+        return dict(dtypes)
+    new = EXPORT_DTYPES[dtype]
+    return {name: new if kind.is_floating_point else kind for name, kind in dtypes.items()}
 
 
 # ---- checks of base and adapter --------------------------------------------------------------------------------
@@ -194,12 +200,18 @@ def _require_targets(files: AdapterFiles, model: nn.Module) -> None:
         raise CheckpointError("the adapter is empty", where=where, why=f"it has no {A}.weight")
     tied = {name.removesuffix(".weight") for name in shared_names(model)}
     for path in sorted(files.layers - set(layers)):
-        here = f"{path} shares its weight with the embedding" if path in tied else f"no linear layer {path}"
+        if path in tied:
+            raise CheckpointError(
+                "the adapter cannot be merged",
+                where=where,
+                why=f"{path} shares its weight with the embedding",
+                fix="serve it on its base: --adapter",
+            )
         raise CheckpointError(
-            "the adapter cannot be merged" if path in tied else "the adapter is of another model",
+            "the adapter is of another model",
             where=where,
-            why=f"it has {path}.{A}.weight, and this model has {here}" if path not in tied else here,
-            fix="serve it on its base: --adapter" if path in tied else "give the model it was trained on",
+            why=f"it has {path}.{A}.weight, and this model has no linear layer {path}",
+            fix="give the model it was trained on",
         )
     for path in files.lacks(layers):
         raise CheckpointError(
@@ -225,7 +237,9 @@ def adapter_hash(files: AdapterFiles) -> str:
     scales = " ".join(f"{spec.scale(path)}" for path in sorted(files.layers))
     digest = hashlib.blake2b(f"{spec.name} {scales}".encode(), digest_size=16)
     for name in sorted(files.shapes):
+        # Name, dtype and shape too: tensors with other borders may have the same bytes in a row.
         digest.update(f" {name} {files.kinds[name]} {list(files.shapes[name])} ".encode())
+        # As bytes, since numpy has no bf16.
         digest.update(files.read(name).contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

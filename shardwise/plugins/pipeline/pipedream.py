@@ -46,6 +46,7 @@ class PipeDream(Pipelined):
 
     def __init__(self, live: LiveModel, update: OptimizerStep, pipeline: Pipeline, per_step: int) -> None:
         super().__init__(live, update, pipeline)
+        # Micro-batches by which this rank's forward passes are ahead of its backward passes.
         self._ahead = pipeline.ranks - 1 - pipeline.rank
         self._lag = pipeline.ranks - 1 if pipeline.vertical_sync else self._ahead
         self._per_step = per_step
@@ -68,12 +69,15 @@ class PipeDream(Pipelined):
     ) -> tuple[Tensor, Tensor]:
         if not self._begun:
             self._empty(ListedBatches([batches]), 0)
-        stream, self.measures = self._stream, None  # those of several steps pass at once
+        stream = self._stream
         assert stream is not None
+        self.measures = None  # those of several steps pass at once
         first = self._done * self._per_step
+        # The forward passes of this step reach into the next one, by ``_ahead`` micro-batches.
         stream.read(first + self._per_step + self._ahead)
         stream.sees_loss = sees_loss
         for number in range(first, first + self._per_step):
+            # The first time this fills the pipeline; later it is one forward pass for each backward pass.
             while stream.forwarded <= number + self._ahead and stream.forwarded < stream.taken:
                 with micro_batch(stream.forwarded - first):
                     stream.forward()
@@ -89,6 +93,7 @@ class PipeDream(Pipelined):
     def _empty(self, source: BatchSource, step: int) -> None:
         """Begin with an empty pipeline, at a step of a source."""
         if self._stream is not None:
+            # The old stream may have sends under way that other ranks still receive.
             self._stream.mail.close()
             self.stash = Stash(self._parameters, self._lag, self._per_step)
         self._done = 0
@@ -113,7 +118,9 @@ class _Stream(Step):
         self, live: LiveModel, pipeline: Pipeline, stash: Stash, source: BatchSource, step: int
     ) -> None:
         super().__init__(live, pipeline, {}, {}, _StreamMail(live, pipeline))
-        self._stash, self._source, self._next = stash, source, step
+        self._stash = stash
+        self._source = source
+        self._next = step
         self._counts: dict[int, Tensor] = {}
         self._losses: dict[int, Tensor] = {}
         self._shape: tuple[int, ...] = ()
@@ -130,13 +137,15 @@ class _Stream(Step):
         with phase("forward"):
             tokens = self.live.count_targets(batches)
         for batch in batches:
-            self.batches[self.taken], self._counts[self.taken] = batch, tokens
+            self.batches[self.taken] = batch
+            self._counts[self.taken] = tokens
             self.divisors[self.taken] = tokens.clamp(min=1)
             self._shape = hidden_shape(self.live, batch)
             self.taken += 1
 
     def forward(self) -> None:
-        number, self.forwarded = self.forwarded, self.forwarded + 1
+        number = self.forwarded
+        self.forwarded += 1
         with self._stash.weights_of(number):
             self.do(Action("F", self.pipeline.rank, number), last=False)
 
@@ -144,6 +153,7 @@ class _Stream(Step):
         with self._stash.weights_of(number):
             _gather_after_this(self.live)
             self.do(Action("B", self.pipeline.rank, number), last)
+        # Each rank passes the loss on, so that all ranks report it for the same micro-batches as their gradients.
         if self.pipeline.rank + 1 < self.pipeline.ranks:
             self._losses[number] = self.mail.receive_loss()
         self.mail.send_loss(self._losses[number])
@@ -155,6 +165,7 @@ class _Stream(Step):
     def of_step(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """(valid targets of the global batch, sum of this rank's losses) of a step that is done."""
         numbers = range(first, first + count)
+        # The micro-batches of a step share one count, that of its global batch; all entries are popped.
         tokens = [self._counts.pop(number) for number in numbers]
         return tokens[0], torch.stack([self._losses.pop(number) for number in numbers]).sum()
 
@@ -184,9 +195,12 @@ class _StreamMail:
     """
 
     def __init__(self, live: LiveModel, pipeline: Pipeline) -> None:
-        self._rank, self._last = pipeline.rank, pipeline.ranks - 1
-        self._dtype, self._device = live.options.dtypes.compute, live.device
-        self._forward, self._backward = pipeline.channels[True, False], pipeline.channels[False, False]
+        self._rank = pipeline.rank
+        self._last = pipeline.ranks - 1
+        self._dtype = live.options.dtypes.compute
+        self._device = live.device
+        self._forward = pipeline.channels[True, False]
+        self._backward = pipeline.channels[False, False]
         self._early: dict[Action, Tensor] = {}
         self._leaving: list[tuple[Action | None, Tensor, Any]] = []
 
@@ -219,6 +233,7 @@ class _StreamMail:
     def send_loss(self, loss: Tensor) -> None:
         """Of the micro-batch whose gradient was sent last."""
         if self._rank > 0:
+            # Under the action of the gradient, whose confirmation then frees both.
             action = self._leaving[-1][0]
             self._send(action, loss.reshape(1), self._rank - 1)
 
@@ -232,18 +247,24 @@ class _StreamMail:
 
     def _let_go(self, received: Action) -> None:
         """Free the sends that the message ``received`` confirms."""
-        kind = "B" if received.kind == "F" else "F"
-        # The rank before is ahead by one more, and its forward pass comes before the backward pass.
-        until = received.micro_batch - (self._last - self._rank + 2 if kind == "B" else 0)
-        here = [
+        if received.kind == "B":  # the gradient of hidden states that this rank has sent
+            kind = "F"
+            until = received.micro_batch
+        else:
+            kind = "B"
+            # The rank before is ahead by p - rank micro-batches. Before forward pass m it has done the backward passes
+            # up to m - (p - rank) - 1, for which it has received the gradients.
+            until = received.micro_batch - (self._last - self._rank + 2)
+        confirmed = [
             send
             for send in self._leaving
             if send[0] and send[0].kind == kind and send[0].micro_batch <= until
         ]
-        for _, _, work in here:
+        for _, _, work in confirmed:
             wait_for(work)
-        gone = {id(send) for send in here}
-        self._leaving = [send for send in self._leaving if id(send) not in gone]
+        # By identity: comparing the tuples would compare tensors.
+        confirmed_ids = {id(send) for send in confirmed}
+        self._leaving = [send for send in self._leaving if id(send) not in confirmed_ids]
 
     def close(self) -> None:
         """Wait until all sends of a finished run are received: a dropped send never arrives."""

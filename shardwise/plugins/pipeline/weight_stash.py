@@ -30,11 +30,16 @@ class Stash:
     """Older versions of some parameters. ``lag`` and ``per_step`` are in micro-batches."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], lag: int, per_step: int) -> None:
-        self._live, self._lag, self._per_step = parameters, lag, per_step
-        self._free = [
-            [torch.empty_like(local_part(p)) for p in parameters] for _ in range(-(-lag // per_step))
-        ]
-        largest = max((local_part(p).nbytes for p in parameters), default=0) if self._free else 0
+        self._live = parameters
+        self._lag = lag
+        self._per_step = per_step
+        # ``lag`` micro-batches in flight began in at most ceil(lag / per_step) steps before this one.
+        versions = -(-lag // per_step)
+        self._free = [[torch.empty_like(local_part(p)) for p in parameters] for _ in range(versions)]
+        largest = 0
+        if self._free:
+            largest = max((local_part(p).nbytes for p in parameters), default=0)
+        # Bytes, which serve parameters of every dtype and shape.
         self._scratch = torch.empty(
             largest, dtype=torch.uint8, device=parameters[0].device if largest else None
         )
@@ -63,7 +68,8 @@ class Stash:
     @torch.no_grad()
     def before_update(self) -> None:
         """All passes of a step are done, and the weights are about to change."""
-        done = (self.newest + 1) * self._per_step
+        done = (self.newest + 1) * self._per_step  # micro-batches whose backward passes are over
+        # First free the versions that no micro-batch in flight uses: the copy below takes one of their buffers.
         for version in [v for v in self._kept if self._last_of(v) < done]:
             self._free.append(self._kept.pop(version))
         if self._last_of(self.newest) >= done:
@@ -79,7 +85,7 @@ class Stash:
     @torch.no_grad()
     def _exchange(self, others: Sequence[Tensor]) -> None:
         for live, other in zip(self._live, others, strict=True):
-            mine = self._scratch[: other.nbytes].view(other.dtype).view(other.shape)
-            mine.copy_(local_part(live))
+            scratch = self._scratch[: other.nbytes].view(other.dtype).view(other.shape)
+            scratch.copy_(local_part(live))
             local_part(live).copy_(other)
-            other.copy_(mine)
+            other.copy_(scratch)

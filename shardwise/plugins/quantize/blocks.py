@@ -56,7 +56,8 @@ def pre_norm_block(block: nn.Module, option: str) -> PreNormBlock:
     """
     modules = {name: module for name, module in block.named_modules() if _has_own_parameters(module)}
     required = {*BLOCK_NORMS, *ATTENTION_LAYERS, UP, DOWN}
-    missing, foreign = sorted(required - modules.keys()), sorted(modules.keys() - required - _OPTIONAL)
+    missing = sorted(required - modules.keys())
+    foreign = sorted(modules.keys() - required - _OPTIONAL)
     linear = [name for name in (*ATTENTION_LAYERS, GATE, UP, DOWN) if name in modules]
     other = [name for name in linear if not isinstance(modules[name], nn.Linear)]
     why = ""
@@ -75,9 +76,12 @@ def pre_norm_block(block: nn.Module, option: str) -> PreNormBlock:
         )
     parts = {name: modules[name] for name in linear}
     gate = parts.pop(GATE, None)
+    # In the order of ``linear``: ATTENTION_LAYERS, UP, DOWN.
     q, k, v, o, up, down = (part for part in parts.values() if isinstance(part, nn.Linear))
-    first, second = (modules[name] for name in BLOCK_NORMS)
-    return PreNormBlock(first, q, k, v, o, second, gate if isinstance(gate, nn.Linear) else None, up, down)
+    input_norm, mlp_norm = (modules[name] for name in BLOCK_NORMS)
+    return PreNormBlock(
+        input_norm, q, k, v, o, mlp_norm, gate if isinstance(gate, nn.Linear) else None, up, down
+    )
 
 
 @torch.no_grad()
@@ -96,6 +100,7 @@ def fold(previous: nn.Module, layers: Sequence[nn.Linear], scale: Tensor) -> Non
         _set_values(previous.weight, previous.weight.double() / scale.double().unsqueeze(1))
     else:
         set_gain(previous, gain_of(previous) / scale.double())
+    # The bias is part of the output that the layers read, so it is divided too.
     bias = getattr(previous, "bias", None)
     if isinstance(bias, Tensor):
         _set_values(bias, bias.double() / scale.double())
@@ -136,10 +141,13 @@ def norm_offset(norm: nn.Module) -> float:
     """
     if type(norm) in (nn.LayerNorm, nn.RMSNorm):
         return 0.0
-    if {name for name, own in norm._parameters.items() if own is not None} <= {"weight", "bias"}:
-        probe, draw = _norm_probe(norm), torch.Generator().manual_seed(0)
+    parameters = {name for name, parameter in norm._parameters.items() if parameter is not None}
+    if parameters <= {"weight", "bias"}:
+        probe = _norm_probe(norm)
+        draw = torch.Generator().manual_seed(0)
         gain, bias = (1 + torch.rand(_weight(norm).shape, generator=draw) / 2 for _ in range(2))
-        output, normalized = _output(norm, probe, gain, bias), _normalized(norm, probe)
+        output = _output(norm, probe, gain, bias)
+        normalized = _normalized(norm, probe)
         added = 0 if getattr(norm, "bias", None) is None else bias.double()
         for offset in (0.0, 1.0):
             if _is_close(output, normalized * (gain + offset) + added):
@@ -160,6 +168,7 @@ def _norm_probe(norm: nn.Module) -> Tensor:
 def _normalized(norm: nn.Module, probe: Tensor) -> Tensor:
     """What a norm multiplies by its gain."""
     one = torch.ones(_weight(norm).shape)
+    # The difference of two weights: the bias cancels, and so does the 1 of norms that multiply by 1 + weight.
     return _output(norm, probe, one, one) - _output(norm, probe, 0 * one, one)
 
 
@@ -167,12 +176,14 @@ def _output(norm: nn.Module, probe: Tensor, weight: Tensor, bias: Tensor) -> Ten
     """The output of a copy of a norm with other parameters, in fp32 on the CPU; as fp64."""
     trial = copy.copy(norm)  # not of the tensors, which may be on the meta device, or fake
     values = {"weight": weight, "bias": bias}
-    trial._parameters = {
-        name: None
-        if own is None
-        else nn.Parameter(values.get(name, torch.zeros(own.shape)), requires_grad=False)
-        for name, own in norm._parameters.items()
-    }
+    # A new dictionary: the shallow copy shares that of the norm.
+    trial._parameters = {}
+    for name, parameter in norm._parameters.items():
+        replacement = None
+        if parameter is not None:
+            value = values.get(name, torch.zeros(parameter.shape))
+            replacement = nn.Parameter(value, requires_grad=False)
+        trial._parameters[name] = replacement
     output: Tensor = trial.forward(probe)  # without hooks, which the copy shares
     return output.double()
 

@@ -49,18 +49,18 @@ class Chosen:
 
     def of(self, ranks: Ranks) -> Batches:
         """The batches of one rank."""
-        all_of = self.batches
         return Batches(
-            ranks.part(all_of.calibration),
-            ranks.part(all_of.held_out),
-            ranks.part(all_of.labels),
-            ranks.part(all_of.counted),
+            ranks.part(self.batches.calibration),
+            ranks.part(self.batches.held_out),
+            ranks.part(self.batches.labels),
+            ranks.part(self.batches.counted),
         )
 
 
 def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) -> Chosen:
     """Open the data and cut it into batches of one shape. Raises DataError, RecipeError."""
     data = _calibration_data(source, model, texts, texts.calibrate)
+    # The batch size of this data is 1, so a step is a sequence.
     sequences = min(texts.sequences, data.train_sequences)
     calibration = [data.micro_batches(step, 0, 1, 1)[0] for step in range(sequences)]
     filled = [data.filled(step)[0] for step in range(sequences)]
@@ -74,8 +74,9 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
         count = min(HELD_OUT_SEQUENCES, data.held_out_sequences)
         held_out = [data.held_out(index, 0, 1, 1)[0] for index in range(count)]
     else:
-        left = range(sequences, min(sequences + HELD_OUT_SEQUENCES, data.train_sequences))
-        held_out = [data.micro_batches(step, 0, 1, 1)[0] for step in left]
+        # No text is held out: take sequences that do not calibrate.
+        unused = range(sequences, min(sequences + HELD_OUT_SEQUENCES, data.train_sequences))
+        held_out = [data.micro_batches(step, 0, 1, 1)[0] for step in unused]
     if not held_out:
         raise DataError(
             "no text is left to evaluate on",
@@ -83,7 +84,10 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
             why=f"all of its {data.train_sequences} sequences calibrate",
             fix="give --evaluate, or fewer --sequences",
         )
-    if ranks > min(len(calibration) or len(held_out), len(held_out)):
+    smallest = len(held_out)
+    if calibration:
+        smallest = min(len(calibration), len(held_out))
+    if ranks > smallest:
         raise DataError(
             f"{len(calibration)} calibration and {len(held_out)} held-out sequences for {ranks} ranks",
             where=texts.calibrate or "the calibration data",
@@ -99,10 +103,14 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
         joined(calibration, "input_ids"),
         joined(held_out, "input_ids"),
         joined(held_out, "labels"),
-        [_token_mask(filled[at : at + size], source.length) for at in range(0, sequences, size)],
+        [_token_mask(filled[start : start + size], source.length) for start in range(0, sequences, size)],
     )
-    fewer = f"the calibration text has {sequences} sequences of {source.length} tokens, not {texts.sequences}"
-    return Chosen(batches, identity, (fewer,) if sequences < texts.sequences else ())
+    notes: tuple[str, ...] = ()
+    if sequences < texts.sequences:
+        notes = (
+            f"the calibration text has {sequences} sequences of {source.length} tokens, not {texts.sequences}",
+        )
+    return Chosen(batches, identity, notes)
 
 
 def _token_mask(filled: list[int | None], length: int) -> Tensor | None:
@@ -115,12 +123,9 @@ def _token_mask(filled: list[int | None], length: int) -> Tensor | None:
 
 def _calibration_batch_size(calibration: int, held_out: int, length: int, ranks: int) -> int:
     """Sequences in a batch: a divisor of every rank's counts, of at most BATCH_TOKENS tokens or one sequence."""
-    both = max(1, math.gcd(calibration, held_out) // ranks)
-    return max(
-        size
-        for size in range(1, both + 1)
-        if both % size == 0 and (size == 1 or size * length <= BATCH_TOKENS)
-    )
+    common = max(1, math.gcd(calibration, held_out) // ranks)
+    divisors = [size for size in range(1, common + 1) if common % size == 0]
+    return max(size for size in divisors if size == 1 or size * length <= BATCH_TOKENS)
 
 
 def _calibration_data(source: SourceModel, model: str, texts: Texts, text: str | None) -> Data:
@@ -130,8 +135,15 @@ def _calibration_data(source: SourceModel, model: str, texts: Texts, text: str |
         changes["source"] = text
     if texts.tokenizer is not None:
         changes["tokenizer"] = texts.tokenizer
-    one = {"batch_size": 1, "evaluation": EvaluationSpec(every=None, sequences=1), "adapter": None}
-    recipe = recipe.model_copy(update={**one, "data": recipe.data.model_copy(update=changes)})
+    # The run's own batch size and evaluation would group its sequences.
+    recipe = recipe.model_copy(
+        update={
+            "batch_size": 1,
+            "evaluation": EvaluationSpec(every=None, sequences=1),
+            "adapter": None,
+            "data": recipe.data.model_copy(update=changes),
+        }
+    )
     data = open_data(recipe)
     fix = "leave out --tokenizer, or give that of the model" if texts.tokenizer else ""
     require_vocabulary(source.blueprint, data, fix)
@@ -141,9 +153,8 @@ def _calibration_data(source: SourceModel, model: str, texts: Texts, text: str |
 def _recipe(source: SourceModel, model: str, texts: Texts) -> Recipe:
     if source.recipe is not None:
         return source.recipe
-    if texts.tokenizer is None and not any(
-        name.startswith("tokenizer") for name in source.contents.extra_files
-    ):
+    has_tokenizer = any(name.startswith("tokenizer") for name in source.contents.extra_files)
+    if texts.tokenizer is None and not has_tokenizer:
         raise DataError(
             "the model's folder has no tokenizer", where=model, fix="name one: --tokenizer bytes, or a folder"
         )

@@ -112,7 +112,9 @@ def _alike(rows: Sequence[LayerRow]) -> dict[tuple[str, str], list[LayerRow]]:
     """The rows of each line of the table, by name and method: those of a layer's experts share a line."""
     lines: dict[tuple[str, str], list[LayerRow]] = {}
     for row in rows:
-        name = re.sub(r"\.\d+(\.\w+)$", r".*\1", row.name) if row.stack else row.name
+        name = row.name
+        if row.stack:  # experts.3.up_proj becomes experts.*.up_proj
+            name = re.sub(r"\.\d+(\.\w+)$", r".*\1", name)
         lines.setdefault((name, row.method), []).append(row)
     return lines
 
@@ -139,8 +141,10 @@ def _show_result(quantized: Quantized) -> None:
     Console(highlight=False).print(table)
     for sentence in filter(None, (*quantized.expert_sentences, quantized.kept_sentence)):
         typer.echo(sentence)
-    perplexity, eight = quantized.lost.perplexity, scheme_of(quantized.scheme).activation_bits == 8
-    reader = ", with activations in 8 bits as transformers rounds them" if eight else ""
+    perplexity = quantized.lost.perplexity
+    reader = ""
+    if scheme_of(quantized.scheme).activation_bits == 8:
+        reader = ", with activations in 8 bits as transformers rounds them"
     typer.echo(
         f"{quantized.bits:.3f} bits per weight, {quantized.block_bits:.3f} in the blocks;"
         f" perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"

@@ -110,7 +110,9 @@ class BlockExperts:
     def __init__(
         self, block: nn.Module, prefix: str, layers: Sequence[ExpertLayer], quantizer: Quantizer
     ) -> None:
-        self._block, self._prefix, self._quantizer = block, prefix, quantizer.of_experts()
+        self._block = block
+        self._prefix = prefix
+        self._quantizer = quantizer.of_experts()
         self._layers = [layer for layer in layers if layer.path.startswith(f"{prefix}.")]
 
     def quantized(
@@ -120,10 +122,11 @@ class BlockExperts:
         results: dict[str, Rounded] = {}
         for layer in self._layers:
             scaled = self._quantizer.method.folds and _passes_scales(self._module(layer))
-            own = self._of_layer(layer, run, calibration, counted, ranks, scaled)
-            if scaled and any(tensors is None for _, tensors in own.values()):  # scales belong to both stacks
-                own = self._of_layer(layer, run, calibration, counted, ranks, scaled=False)
-            results |= own
+            matrices = self._of_layer(layer, run, calibration, counted, ranks, scaled)
+            if scaled and any(tensors is None for _, tensors in matrices.values()):
+                # A kept down_proj is not multiplied by the scales, so up_proj must not be divided by them.
+                matrices = self._of_layer(layer, run, calibration, counted, ranks, scaled=False)
+            results |= matrices
         return self._whole_stacks(results)
 
     def _of_layer(
@@ -138,7 +141,6 @@ class BlockExperts:
         """The rows and stored tensors of the matrices of a module. ``scaled``: with the method's scales."""
         results: dict[str, Rounded] = {}
         module = self._module(layer)
-        own: dict[str, Rounded] = {}
         for members in self._groups(layer, bool(calibration)):
             inputs = _Inputs.of(module, members, layer)
             with _recorded_inputs(module, inputs):
@@ -149,13 +151,16 @@ class BlockExperts:
             statistics = inputs.statistics() if calibration else {}
             names = [name for name, part in layer.matrices.items() if part.index in members]
             scales: dict[int, Tensor | None] = {}
+            own: dict[str, Rounded] = {}
             for name in ranks.part(names):
                 part = layer.matrices[name]
+                # Ranks share the matrices of one expert. Statistics are equal on all ranks, so each rank computes
+                # the same scale by itself.
                 if scaled and part.index not in scales:
                     scales[part.index] = self._scale(layer, part.index, statistics)
                 own[name] = self._rounded(name, part, statistics.get(name), scales.get(part.index))
-            del statistics, inputs
-            results |= ranks.exchanged(names, {name: own[name] for name in ranks.part(names)})
+            del statistics, inputs  # before the next group makes its Hessians
+            results |= ranks.exchanged(names, own)
         return results
 
     def _scale(
@@ -175,7 +180,7 @@ class BlockExperts:
         for layer in self._layers:
             for stack in sorted(layer.stacks):
                 parts = {name: part for name, part in layer.matrices.items() if part.stack == stack}
-                if not parts.keys() <= weights.keys():
+                if not parts.keys() <= weights.keys():  # the stack is kept
                     continue
                 whole = torch.empty_like(self._stack(stack))  # the old memory may be a mapped file
                 for name, part in parts.items():
@@ -193,6 +198,7 @@ class BlockExperts:
             matrix = matrix * scale
             statistics = statistics and statistics.divided(scale)
         elif scale is not None:
+            # The stack has the gate's rows first, and only those of up are divided. A matrix is a range of its rows.
             gate = torch.ones(self._stack(part.stack).shape[1] - len(scale), device=scale.device)
             matrix = matrix / torch.cat([gate, scale])[part.start : part.stop].unsqueeze(1)
         return self._quantizer.expert(name, part.stack, matrix, statistics)
@@ -208,11 +214,14 @@ class BlockExperts:
 
     def _groups(self, layer: ExpertLayer, calibrated: bool) -> Iterator[range]:
         """The experts whose statistics are in memory together."""
-        widths = {part.stack: self._matrix(part).shape[1] for part in layer.matrices.values()}
-        one = sum(4 * width**2 for width in widths.values())
-        room = sum(parameter.nbytes for parameter in self._block.parameters())
-        size = max(1, min(layer.count, room // one)) if calibrated else layer.count
-        yield from (range(at, min(at + size, layer.count)) for at in range(0, layer.count, size))
+        size = layer.count
+        if calibrated:
+            widths = {part.stack: self._matrix(part).shape[1] for part in layer.matrices.values()}
+            hessian_bytes = sum(4 * width**2 for width in widths.values())  # fp32, of one expert
+            block_bytes = sum(parameter.nbytes for parameter in self._block.parameters())
+            size = max(1, min(layer.count, block_bytes // hessian_bytes))
+        for start in range(0, layer.count, size):
+            yield range(start, min(start + size, layer.count))
 
     def _whole_stacks(self, results: dict[str, Rounded]) -> dict[str, Rounded]:
         """Replace the matrices of a stack by one row for it if some cannot be represented: readers take all or none."""
@@ -248,7 +257,8 @@ class _Inputs:
         names: dict[tuple[int, bool], list[str]] = {}
         for name, part in layer.matrices.items():
             names.setdefault((part.index, part.stack.endswith(f".{DOWN}")), []).append(name)
-        first, down = _first_stack(experts), experts.down_proj
+        first = _first_stack(experts)
+        down = experts.down_proj
         hidden = [InputSums.zero(names[index, False], first.shape[2], first) for index in members]
         activations = [InputSums.zero(names[index, True], down.shape[2], down) for index in members]
         return cls(experts, members, hidden, activations)
@@ -264,17 +274,18 @@ class _Inputs:
 
     def add(self, hidden: Tensor, chosen: Tensor) -> None:
         """Add the rows of a batch: hidden states [t, h] and the experts [t, k] that each token goes to."""
-        experts, order = chosen.flatten().sort(stable=True)
-        tokens = order // chosen.shape[1]
+        experts, order = chosen.flatten().sort(stable=True)  # [t k], the choices by expert
+        tokens = order // chosen.shape[1]  # choice i is one of the k choices of token i // k
         borders = torch.arange(self.members.start, self.members.stop + 1, device=experts.device)
-        ends = torch.searchsorted(experts, borders.to(experts.dtype)).tolist()
+        # One copy to the host for all experts. Member i has the sorted choices from bounds[i] to bounds[i + 1].
+        bounds = torch.searchsorted(experts, borders.to(experts.dtype)).tolist()
         first = _first_stack(self.experts)
-        for number, expert in enumerate(self.members):
-            own = tokens[ends[number] : ends[number + 1]]
-            counted = None if self.counted is None else self.counted[own]
-            rows = hidden[own]
-            self.hidden[number].add(rows, counted)
-            self.activations[number].add(self._activations(F.linear(rows, first[expert])), counted)
+        for position, expert in enumerate(self.members):
+            routed = tokens[bounds[position] : bounds[position + 1]]
+            counted = None if self.counted is None else self.counted[routed]
+            rows = hidden[routed]
+            self.hidden[position].add(rows, counted)
+            self.activations[position].add(self._activations(F.linear(rows, first[expert])), counted)
 
     def _activations(self, product: Tensor) -> Tensor:
         """What the expert's down projection reads."""
@@ -292,7 +303,9 @@ class _Inputs:
 def _passes_scales(experts: Any) -> bool:
     """Whether what the down projection reads is the up projection times a function of the gate: measured."""
     wide = _first_stack(experts).shape[1]
+    # Large products reach the limits at which some gates clamp.
     product = 20 * torch.randn(4, wide, generator=torch.Generator().manual_seed(0))
+    # Doubles up, the second half. Without a gate this doubles half of the channels, and the answer is no.
     scale = torch.cat([torch.ones(wide // 2), torch.full((wide - wide // 2,), 2.0)])
     inputs = _Inputs(experts, range(0), [], [])
     try:
@@ -315,10 +328,12 @@ def _recorded_inputs(module: nn.Module, inputs: _Inputs) -> Iterator[None]:
     signature = inspect.signature(type(module).forward)
 
     def stand_in(*args: Any, **named: Any) -> Tensor:
+        # By position in the signature: classes name their arguments differently. (self, hidden, chosen, weights)
         _, hidden, chosen, *_ = signature.bind(module, *args, **named).arguments.values()
         inputs.add(hidden.reshape(-1, hidden.shape[-1]), chosen)
         return torch.zeros_like(hidden)
 
+    # An attribute of the instance hides the method of its class until it is deleted.
     module.forward = stand_in
     try:
         yield

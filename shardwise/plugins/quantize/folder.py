@@ -29,7 +29,8 @@ def require_packable(blueprint: Blueprint, contents: Contents) -> None:
     """Raise RecipeError if a linear layer of the blocks is stored transposed, or joined with others."""
     with torch.device("meta"):
         model = blueprint.build()
-    stored, blocks = _stored_names(contents), blueprint.blocks(model)
+    stored = _stored_names(contents)
+    blocks = blueprint.blocks(model)
     if not blocks:
         raise RecipeError("the blocks of this model are not known", where=f"model: {blueprint.name}")
     layers = list(linear_layers(model, blocks))
@@ -49,16 +50,19 @@ def _stored_names(contents: Contents) -> dict[str, str]:
     """Path on disk of every module whose weight [out, in] is stored as it is, by its path in the model."""
     paths = {}
     for group in contents.layout.groups:
-        source, names = group.sources[0], list(group.shapes)
-        single = len(group.sources) == len(names) == 1
-        if single and source.endswith(".weight") and names[0].endswith(".weight") and _kept_shape(group):
-            paths[source.removesuffix(".weight")] = names[0].removesuffix(".weight")
+        if len(group.sources) != 1 or len(group.shapes) != 1:
+            continue
+        source = group.sources[0]
+        (name,) = group.shapes
+        if source.endswith(".weight") and name.endswith(".weight") and _kept_shape(group):
+            paths[source.removesuffix(".weight")] = name.removesuffix(".weight")
     return paths
 
 
 def _kept_shape(group: TensorGroup) -> bool:
     """Whether the tensor on disk is the source itself."""
     (name,) = group.shapes
+    # Identity: an operation would return another tensor, even one of the same shape.
     probe = torch.empty(group.shapes[name], device="meta")
     return group.make([probe])[name] is probe
 
@@ -70,7 +74,8 @@ def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) 
     """
     with torch.device("meta"):
         model = blueprint.build()
-    stacks, stored = {row.stack for row in rows}, _stored_names(contents)
+    stacks = {row.stack for row in rows}
+    stored = _stored_names(contents)
     quantized = {row.name for row in rows if row.method != UNQUANTIZED and not row.stack}
     linear = [
         path
@@ -79,13 +84,14 @@ def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) 
     ]
     others = matrices(model, blueprint.blocks(model), [*quantized, *linear])
     owners = [matrix.owner for matrix in others if matrix.name not in stacks]
-    own = isinstance(blueprint, HuggingFaceModel)
-    names = [[stored.get(path, path), *([path] if own else [])] for path in [*linear, *owners]]
-    untrained = [
-        name for group in contents.layout.untrained for name in group.shapes if name.endswith(".weight")
-    ]
-    names += [[name.removesuffix(".weight")] for name in untrained]  # of a vision tower
-    return list(dict.fromkeys(name for aliases in names for name in aliases))
+    names = []
+    for path in [*linear, *owners]:
+        names.append(stored.get(path, path))
+        if isinstance(blueprint, HuggingFaceModel):  # a native model's paths are its own, not transformers'
+            names.append(path)
+    for group in contents.layout.untrained:  # of a vision tower
+        names += [name.removesuffix(".weight") for name in group.shapes if name.endswith(".weight")]
+    return list(dict.fromkeys(names))
 
 
 def other_rows(contents: Contents, rows: Sequence[LayerRow]) -> list[LayerRow]:
@@ -93,6 +99,7 @@ def other_rows(contents: Contents, rows: Sequence[LayerRow]) -> list[LayerRow]:
     known = {row.stack or row.name for row in rows}
     others = []
     for group in contents.layout.groups:
+        # The rows of stacks have the names of tensors, those of linear layers the paths of modules.
         if not known & {path for name in group.sources for path in (name, name.removesuffix(".weight"))}:
             bits = 8.0 * contents.dtypes[group.sources[0]].itemsize
             others += [
@@ -130,9 +137,12 @@ class _Reading:
     """The tensors of the quantized model: packed, changed, or as before. ``readable``: transformers reads them."""
 
     def __init__(self, contents: Contents, state: PassState, readable: bool) -> None:
-        self._contents, self._state, self._readable = contents, state, readable
+        self._contents = contents
+        self._state = state
+        self._readable = readable
         self._changed = state.changed()
         self._weights = {f"{row.name}.weight": (row, read) for row, read in state.weights()}
+        # The stored tensors of the layer that was read last: the writer asks for all of one layer in a row.
         self._newest: tuple[str, Mapping[str, Tensor]] = "", {}
         self.dtypes = dict(contents.dtypes)
         self._packed: dict[str, tuple[str, str]] = {}
@@ -149,8 +159,8 @@ class _Reading:
         names = list(group.shapes) if group.slices else group.sources[:1]
         packed = [self._weights[name][0] for name in names if name in self._weights]
         if not packed:
-            own = group.unconverted.items() if self._readable else ()
-            return [unchanged_tensor(name, name, shape) for name, shape in own] or [group]
+            unconverted = group.unconverted.items() if self._readable else ()
+            return [unchanged_tensor(name, name, shape) for name, shape in unconverted] or [group]
         return [
             unchanged_tensor(
                 f"{row.name}.{suffix}", f"{stored.removesuffix('.weight')}.{suffix}", form_of(form)[1]
@@ -163,7 +173,7 @@ class _Reading:
         if name in self._packed:
             layer, suffix = self._packed[name]
             if self._newest[0] != layer:
-                self._newest = "", {}
+                self._newest = "", {}  # frees the layer before, so that one is in memory
                 self._newest = layer, self._weights[layer][1]()
             return self._newest[1][suffix]
         if name in self._changed:

@@ -53,11 +53,11 @@ def losses(
     """
     sums = torch.zeros(4, dtype=torch.float64)
     base_head, head = heads
-    for ours, theirs, targets in zip(base, quantized, labels, strict=True):
+    for base_hidden, hidden, targets in zip(base, quantized, labels, strict=True):
         step = max(2, LOGIT_ROWS // targets.shape[0])
         for start in range(0, targets.shape[1], step):
             part = slice(start, start + step)
-            sums += _loss_sums(base_head(ours[:, part]), head(theirs[:, part]), targets[:, part])
+            sums += _loss_sums(base_head(base_hidden[:, part]), head(hidden[:, part]), targets[:, part])
     return sums
 
 
@@ -65,11 +65,11 @@ def _loss_sums(base: Tensor, quantized: Tensor, targets: Tensor) -> Tensor:
     """Sums of one part of a batch."""
     base, quantized = F.log_softmax(base.float(), -1), F.log_softmax(quantized.float(), -1)
     counted = targets != NOT_COUNTED
-    ids = targets.clamp(min=0).unsqueeze(-1)
+    ids = targets.clamp(min=0).unsqueeze(-1)  # -100 is no index for gather; ``counted`` drops its terms below
     terms = [-log_probabilities.gather(-1, ids).squeeze(-1) for log_probabilities in (base, quantized)]
-    # In place: logits are the largest tensors here.
+    # In place: logits are the largest tensors here. The terms above have read both before.
     difference = quantized.neg_().add_(base)
-    terms.append(base.exp_().mul_(difference).sum(-1))
+    terms.append(base.exp_().mul_(difference).sum(-1))  # sum of p (log p - log q)
     return torch.stack([(term.double() * counted).sum() for term in (*terms, counted)])
 
 

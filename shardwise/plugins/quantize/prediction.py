@@ -51,7 +51,9 @@ class _Constants(TorchDispatchMode):
             return device
         if func is reading_a_value():
             dtype = args[0].dtype
-            return True if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+            if dtype == torch.bool:
+                return True
+            return 0.0 if dtype.is_floating_point else 0
         if func is torch.ops.aten.equal.default:
             return True
         return func(*args, **(kwargs or {}))
@@ -68,17 +70,22 @@ def predicted_peak(
     """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
     walk = _fake_walk(source, dtype)
     base = None if original is None else _fake_walk(original, dtype)
+    # A blueprint with a depth can be built shallower, so its blocks are alike, and one gives the peak.
     blocks = None if source.blueprint.depth is None else range(1)
+    # The experts of fake tensors get 0 tokens; with least_tokens=0 they still go through the method.
     rehearsed = replace(quantizer, method=quantizer.method.rehearsal(), least_tokens=0)
 
     def run() -> None:
-        given = Batches(
+        # Made in here, under the fake mode: all of them are in memory during the pass, and count.
+        fake_batches = Batches(
             _like(batches.calibration),
             _like(batches.held_out),
             _like(batches.labels),
             [None if mask is None else torch.empty_like(mask) for mask in batches.counted],
         )
-        quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks, experts=experts, original=base)
+        quantize_blocks(
+            walk, rehearsed, fake_batches, _Unsaved(), blocks=blocks, experts=experts, original=base
+        )
 
     return counted_peak(run) + cpu_profile(1).overhead.workspace_bytes
 

@@ -57,11 +57,14 @@ class Quantizer:
         Args:
             stack: name of the model's tensor that the matrix is a part of.
         """
-        tokens, stored = None if statistics is None else statistics.tokens, self.dtypes[stack]
+        tokens = None if statistics is None else statistics.tokens
+        stored = self.dtypes[stack]
         if tokens is None or tokens < self.least_tokens:
             statistics = None
-        tries = [] if statistics is None and self.method.calibrated else [self.method]
-        for method in [*tries, RoundToNearest()]:
+        methods: list[QuantizationMethod] = [self.method, RoundToNearest()]
+        if statistics is None and self.method.calibrated:
+            methods = [RoundToNearest()]
+        for method in methods:
             row, tensors = self._rounded(method, name, weight, stored, statistics)
             if tensors is not None:
                 break
@@ -85,6 +88,7 @@ class Quantizer:
         statistics: InputStatistics | None,
     ) -> Rounded:
         try:
+            # In the stored dtype, from which a method takes the dtype of its scales.
             result = method.quantize(weight.to(stored), self.scheme, statistics)
             tensors = _stored_tensors(result.tensors())
         except NotConverged as reason:

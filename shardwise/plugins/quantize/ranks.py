@@ -54,9 +54,10 @@ class Ranks:
         """Replace sums over this rank's tokens by those over all. Raises RecipeError if ranks have other groups."""
         if self.size == 1:
             return
-        names: list[list[list[str]]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(names, [group.layers for group in groups])
-        if any(name != names[0] for name in names):
+        # A rank whose tokens reach other layers has other groups, and the all-reduces below would hang or mix them.
+        by_rank: list[list[list[str]]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(by_rank, [group.layers for group in groups])
+        if any(layers != by_rank[0] for layers in by_rank):
             raise RecipeError(
                 "a layer has calibration tokens on some ranks only",
                 where="--sequences",
@@ -71,10 +72,10 @@ class Ranks:
     def exchanged(self, names: Sequence[str], own: Mapping[str, T]) -> dict[str, T]:
         """The results for all names, in order; ``own`` are those of ``part(names)``."""
         results: dict[str, T] = {}
-        for number, name in enumerate(names):
+        for position, name in enumerate(names):
             result = [own.get(name)]
-            if self.size > 1:
-                dist.broadcast_object_list(result, src=number % self.size)
+            if self.size > 1:  # from the rank whose ``part`` has this position
+                dist.broadcast_object_list(result, src=position % self.size)
             assert result[0] is not None
             results[name] = result[0]
         return results

@@ -51,6 +51,7 @@ def reading_notes(model: Any, packed: Sequence[str], scheme: Scheme) -> tuple[st
 def _initializes(model: Any, packed: Sequence[str]) -> bool:
     """Whether the model's initialization runs without the weights of packed layers."""
     initialization: Any = importlib.import_module("transformers.initialization")
+    # As transformers' loader leaves packed layers: without the attribute, so that reading it raises AttributeError.
     for path in packed:
         layer: nn.Module = model.get_submodule(path)
         del layer._parameters["weight"]

@@ -134,8 +134,12 @@ class Quantized:
 
 
 def _experts_in_words(rows: Sequence[LayerRow]) -> str:
+    """The experts of some matrices by name, each once although it has up to three matrices."""
     names = list(dict.fromkeys(row.name.rpartition(".")[0] for row in rows))
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} others" if len(names) > SHOWN else "")
+    shown = ", ".join(names[:SHOWN])
+    if len(names) > SHOWN:
+        return f"{shown} and {len(names) - SHOWN} others"
+    return shown
 
 
 def _mean_bits(rows: Sequence[LayerRow]) -> float:
@@ -143,7 +147,10 @@ def _mean_bits(rows: Sequence[LayerRow]) -> float:
 
 
 def _row_json(row: LayerRow) -> dict[str, Any]:
-    said: dict[str, Any] = {"name": row.name, "error": row.error, "method": row.method, "bits": row.bits}
+    entry: dict[str, Any] = {"name": row.name, "error": row.error, "method": row.method, "bits": row.bits}
     if row.tokens is not None:
-        said["tokens"] = row.tokens
-    return {**said, "shape": list(row.shape), **({"why": row.why} if row.why else {})}
+        entry["tokens"] = row.tokens
+    entry["shape"] = list(row.shape)
+    if row.why:
+        entry["why"] = row.why
+    return entry

@@ -24,25 +24,23 @@ LOGIT_TOLERANCE = 1e-2
 
 def rotated_source(source: SourceModel) -> SourceModel:
     """The source with rotated weights. Raises RecipeError for a model that cannot be rotated, with the reason."""
-    blueprint, plain = untied(source.blueprint), source.blueprint
     contents = _untied_contents(source)
 
     def over(read: ReadTensor) -> ReadTensor:
-        return rounded(Rotated(plain, source.over(read), SEED).read, contents)
+        return rounded(Rotated(source.blueprint, source.over(read), SEED).read, contents)
 
-    whole = replace(contents, read=over(source.lowest))
-    return replace(source, blueprint=blueprint, contents=whole, over=over)
+    # The tensors outside the blocks are written as ``contents`` reads them, and rotated too.
+    rotated_contents = replace(contents, read=over(source.lowest))
+    return replace(source, blueprint=untied(source.blueprint), contents=rotated_contents, over=over)
 
 
 def require_same_logits(source: SourceModel) -> None:
     """Raise RecipeError if the rotation moves the logits of a batch. ``source``: not rotated."""
     read = source.over(source.lowest)
-    plain, rotated = (
-        (source.blueprint, read),
-        (untied(source.blueprint), Rotated(source.blueprint, read, SEED).read),
-    )
+    plain = (source.blueprint, read)
+    rotated = (untied(source.blueprint), Rotated(source.blueprint, read, SEED).read)
     moved, largest = max_logit_difference(plain, rotated, torch.float32)
-    if not moved <= LOGIT_TOLERANCE * largest:
+    if not moved <= LOGIT_TOLERANCE * largest:  # also for NaN
         raise RecipeError(
             "this model cannot be rotated",
             where="--rotate",
@@ -53,12 +51,13 @@ def require_same_logits(source: SourceModel) -> None:
 
 def _untied_contents(source: SourceModel) -> Contents:
     """The contents with the tensors that only the untied model has."""
-    own, contents = untied(source.blueprint), source.contents
-    if own is source.blueprint:
+    contents = source.contents
+    blueprint = untied(source.blueprint)
+    if blueprint is source.blueprint:  # its output layer is its own already
         return contents
     with torch.device("meta"):
         aliases = shared_names(source.blueprint.build())
-    added = [group for group in own.hf_folder().groups if group.sources[0] in aliases]
+    added = [group for group in blueprint.hf_folder().groups if group.sources[0] in aliases]
     layout = replace(
         contents.layout,
         config={**contents.layout.config, "tie_word_embeddings": False},

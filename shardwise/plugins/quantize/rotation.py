@@ -56,7 +56,8 @@ class Rotated:
     def __init__(self, blueprint: Blueprint, read: ReadTensor, seed: int) -> None:
         with torch.device("meta"):
             model = blueprint.build()
-        self._source, self._seed = read, seed
+        self._source = read
+        self._seed = seed
         self._paths = {module: path for path, module in model.named_modules()}
         self._aliases = shared_names(model)
         self._changes: dict[str, _Change] = {}
@@ -78,7 +79,10 @@ class Rotated:
         return self._changes[name](value if value.dtype == torch.float64 else value.float()).contiguous()
 
     def _block(self, parts: PreNormBlock, head_width: int, index: int) -> None:
-        hidden, heads = self._hidden, RandomHadamard(head_width, self._seed + 1 + index)
+        hidden = self._hidden
+        heads = RandomHadamard(
+            head_width, self._seed + 1 + index
+        )  # R2 of this block; ``seed`` itself is R1's
 
         def rotate_heads(x: Tensor) -> Tensor:
             return heads.apply(x.unflatten(-1, (-1, head_width))).flatten(-2)
@@ -86,6 +90,7 @@ class Rotated:
         per_head = partial(_by_rows, rotate_heads)
         self._readers(parts.input_norm, parts.attention_inputs, {parts.v: per_head})
         self._readers(parts.mlp_norm, parts.mlp_inputs)
+        # Weights are [out, in], and ``hidden`` rotates rows: transposed, it rotates what the layer writes.
         self._change(parts.o, lambda weight: hidden(per_head(weight).T).T, hidden)
         self._change(parts.down, lambda weight: hidden(weight.T).T, hidden)
 
@@ -97,8 +102,9 @@ class Rotated:
             raise _cannot_rotate(
                 f"{self._paths[norm]} is a {type(norm).__name__}, and a rotation moves the mean"
             )
-        offset, name = norm_offset(norm), f"{self._paths[norm]}.weight"
-        self._change(norm, lambda weight: torch.full_like(weight, 1 - offset))
+        offset = norm_offset(norm)
+        name = f"{self._paths[norm]}.weight"
+        self._change(norm, lambda weight: torch.full_like(weight, 1 - offset))  # the gain 1
 
         def rotated_input(weight: Tensor) -> Tensor:
             return self._hidden(weight, gain=self._source(name).double() + offset)
@@ -154,7 +160,9 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Embeddin
 @torch.no_grad()
 def _by_rows(rotate: _Change, x: Tensor, gain: Tensor | None = None) -> Tensor:
     """``rotate_model`` of x [..., n], times ``gain`` [n], a part of the rows at a time in fp64; in the dtype of x."""
-    rows, result = x.reshape(-1, x.shape[-1]), torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.reshape(-1, x.shape[-1])
+    # Contiguous although x may be a transposed view: ``view`` below shares the memory of the result.
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
     count = max(1, ROTATED_VALUES // x.shape[-1])
     for part, out in zip(rows.split(count), result.view(rows.shape).split(count), strict=True):
         out.copy_(rotate(part.double() if gain is None else part.double() * gain))

@@ -73,11 +73,11 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     _require_memory(predicted)
     for note in notes:
         say(note)
-    if settings.rotate is not None:
+    if settings.rotate is not None:  # runs both models, so only after memory is known to suffice
         require_same_logits(plain)
     state = PassState(settings.out, _pass_identity(settings, source, chosen))
     _warm(quantizer)
-    gc.collect()
+    gc.collect()  # garbage that the pass would free lowers its measured peak
     meter = MemoryMeter(torch.device("cpu"), exact=True)
     walk = _walk(source)
     base = None if original is None else _walk(original)
@@ -86,7 +86,8 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     with watching(walk.depth, state.done) as done:
         sums = quantize_blocks(walk, quantizer, batches, state, done, None, ranks, experts, base)
     meter.sample()
-    rows, measured = state.rows(), ranks.largest(meter.peak.allocated)
+    rows = state.rows()  # of all blocks, also those of an interrupted pass
+    measured = ranks.largest(meter.peak.allocated)
     quantized = Quantized(
         settings.scheme,
         settings.method,
@@ -98,9 +99,10 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         notes,
     )
     _require_result(quantized, settings.model, state if ranks.rank == 0 else None)
+    # The losses are sums over all ranks, so all of them decide alike.
     if settings.max_kl is not None and not quantized.lost.kl <= settings.max_kl:
         return quantized
-    if ranks.rank != 0:
+    if ranks.rank != 0:  # rank 0 writes the folder
         return replace(quantized, folder=settings.out)
     of_experts = quantizer.of_experts().scheme if experts else None
     config = _quantization_config(source, quantizer, quantized, of_experts)
@@ -134,8 +136,11 @@ def _result_notes(
     packed = [model.get_parameter(stack) for layer in experts for stack in layer.stacks]
     packed += [model.get_submodule(path).get_parameter("weight") for path in linear]
     whole = kept + sum(parameter.numel() for parameter in packed)
-    said = f"{percent(kept / whole)} of the blocks' weights stay as they are: they are not in linear layers"
-    sentences: tuple[str, ...] = (said,) if kept else ()
+    sentences: tuple[str, ...] = ()
+    if kept:
+        sentences = (
+            f"{percent(kept / whole)} of the blocks' weights stay as they are: they are not in linear layers",
+        )
     if experts and quantizer.scheme.activation_bits == 8:
         sentences += ("experts keep activations in 16 bits: transformers dequantizes them while it loads",)
     method = quantization_config(quantizer.scheme, [], quantizer.method.name)["quant_method"]
@@ -159,11 +164,11 @@ def _pass_identity(settings: Settings, source: SourceModel, chosen: Chosen) -> d
 
 def _require_memory(predicted: int) -> None:
     """Raise ResourceError if the pass needs more memory than this machine has left."""
-    room = min(usable_memory(), memory_left() or usable_memory())
-    if predicted > room:
+    free = min(usable_memory(), memory_left() or usable_memory())
+    if predicted > free:
         raise ResourceError(
             "the pass does not fit this machine",
-            why=f"{format_bytes(predicted)} needed, {format_bytes(room)} free",
+            why=f"{format_bytes(predicted)} needed, {format_bytes(free)} free",
             fix="give fewer --sequences or a smaller --sequence-length",
         )
 
@@ -206,6 +211,7 @@ def _warm(quantizer: Quantizer) -> None:
     model = tiny.build()
     tiny.fill(model, 0)
     tiny.logits(model, torch.zeros((1, 64), dtype=torch.int64))
+    # 256 channels: a multiple of the usual groups, and more than one block of GPTQ.
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     statistics = InputStatistics(torch.eye(256), torch.ones(256), 256)
     with suppress(NotConverged):

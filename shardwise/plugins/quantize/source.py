@@ -65,9 +65,11 @@ def open_source_model(model: str, length: int | None) -> SourceModel:
 
 def _run_source(folder: Path, length: int | None) -> SourceModel:
     run = open_run(folder)
-    kinds, shapes = run.weights.dtypes, _tensor_shapes(run.blueprint)
+    dtypes = run.weights.dtypes
+    shapes = _tensor_shapes(run.blueprint)
 
     def over(read: ReadTensor) -> ReadTensor:
+        # The run may train an adapter: ``Merged`` adds it to the weights as they are read.
         with torch.device("meta"):
             merged = Merged(run.blueprint.build(), read)
         return rounded(merged.read, run.contents)
@@ -77,7 +79,7 @@ def _run_source(folder: Path, length: int | None) -> SourceModel:
         run.contents,
         run.weights.read,
         over,
-        lambda name: (shapes[name], kinds[name]),
+        lambda name: (shapes[name], dtypes[name]),
         f"{run.weights.checkpoint.resolve()}",
         run.recipe,
         length or run.recipe.data.sequence_length,
@@ -91,7 +93,8 @@ def _model_source(model: str, length: int | None) -> SourceModel:
         raise RecipeError(
             "the model is quantized already", where=model, fix="give the model that it was made from"
         )
-    contents, weights = contents_of(blueprint), blueprint.weights()
+    contents = contents_of(blueprint)
+    weights = blueprint.weights()
     context = blueprint.context or CALIBRATION_LENGTH
     shapes = _tensor_shapes(blueprint)
     return SourceModel(
@@ -127,6 +130,7 @@ def _model_identity(model: str) -> str:
     folder = path_of(model)
     if not folder.exists():
         return model
+    # Times instead of contents: a hash of the weights would read the whole model.
     times = sorted(path.stat().st_mtime_ns for path in folder.glob("*.safetensors"))
     config = xxhash.xxh3_64_hexdigest((folder / "config.json").read_bytes())
     return " ".join(map(str, [folder.resolve(), config, *times]))

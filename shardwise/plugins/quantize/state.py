@@ -88,6 +88,7 @@ class PassState:
         text = json.dumps(settings, indent=1, sort_keys=True) + "\n"
         path = self.folder / SETTINGS_FILE
         if path.is_file():
+            # Through JSON like those on disk, in which a tuple is a list.
             _require_equal_settings(path, json.loads(text))
             return
         try:
@@ -112,13 +113,14 @@ class PassState:
         tensors = {f"changed/{name}": value for name, value in block.changed.items()}
         for name, stored in block.weights.items():
             tensors |= {f"{name}/{suffix}": value for suffix, value in stored.items()}
-        said = [vars(row) for row in block.rows]
+        rows = [vars(row) for row in block.rows]
         path = self._file(index)
         staged = path.with_name(f".{path.name}.{os.getpid()}")
         forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         try:
             staged.unlink(missing_ok=True)  # of a killed process with this number
-            write_tensors(staged, forms, tensors.items(), {_METADATA_KEY: json.dumps(said)})
+            # The rows are metadata of the same file, so one rename commits tensors and report together.
+            write_tensors(staged, forms, tensors.items(), {_METADATA_KEY: json.dumps(rows)})
             staged.replace(path)
             sync_folder(self.folder)
         except OSError as error:
@@ -147,7 +149,10 @@ class PassState:
         """Names of changed tensors, with their blocks."""
         blocks = ((index, self._opened(index)[0].shapes) for index in range(self.done))
         return {
-            n.removeprefix("changed/"): i for i, shapes in blocks for n in shapes if n.startswith("changed/")
+            name.removeprefix("changed/"): index
+            for index, shapes in blocks
+            for name in shapes
+            if name.startswith("changed/")
         }
 
     def read_changed(self, index: int, name: str) -> Tensor:

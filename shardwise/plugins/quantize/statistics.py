@@ -39,11 +39,12 @@ class InputSums:
         device = like.device
         return cls(layers, torch.zeros(width, width, device=device), torch.zeros(width, device=device))
 
-    def add(self, given: Tensor, counted: Tensor | None) -> None:
+    def add(self, layer_input: Tensor, counted: Tensor | None) -> None:
         """Add the rows of an input; those of padding count as zero if there is one row for each token."""
-        x = given.reshape(-1, given.shape[-1]).float()
+        x = layer_input.reshape(-1, layer_input.shape[-1]).float()  # [t, in]
         tokens = x.shape[0]
         if counted is not None and counted.numel() == tokens:
+            # A row of zeros adds nothing to either sum, and shapes depend on no value.
             x = x * counted.reshape(-1, 1)
             tokens = int(counted.sum())
         if self.hessian is None or self.magnitude is None:
@@ -57,9 +58,10 @@ class InputSums:
         """The means, in the memory of the sums, which are used up."""
         assert self.hessian is not None and self.magnitude is not None
         hessian, magnitude = self.hessian, self.magnitude
+        # The statistics alone hold the Hessian now, so it is freed with them.
         self.hessian = self.magnitude = None
-        tokens = max(1, self.tokens)
-        return InputStatistics(hessian.div_(tokens), magnitude.div_(tokens), self.tokens)
+        divisor = max(1, self.tokens)  # an expert may have got no token
+        return InputStatistics(hessian.div_(divisor), magnitude.div_(divisor), self.tokens)
 
 
 def shrunk(statistics: InputStatistics) -> InputStatistics:
@@ -69,11 +71,14 @@ def shrunk(statistics: InputStatistics) -> InputStatistics:
     The oracle-approximating shrinkage of Chen et al. 2010 (arXiv:0907.4698, equation 23) has a closed form for the
     share ρ of the identity: next to 1 for few rows without structure, next to 0 for many rows or a steep spectrum.
     """
-    hessian, size = statistics.hessian, statistics.hessian.shape[0]
-    trace, squares = float(hessian.trace()), float(torch.linalg.vector_norm(hessian)) ** 2
-    above = (1 - 2 / size) * squares + trace**2
-    below = (statistics.tokens + 1 - 2 / size) * (squares - trace**2 / size)
-    share = min(1.0, above / below) if below > 0 else 1.0
+    hessian = statistics.hessian
+    size = hessian.shape[0]
+    trace = float(hessian.trace())
+    squares = float(torch.linalg.vector_norm(hessian)) ** 2  # tr(H²)
+    numerator = (1 - 2 / size) * squares + trace**2
+    denominator = (statistics.tokens + 1 - 2 / size) * (squares - trace**2 / size)
+    # The denominator is 0 for a multiple of the identity, to which every share leads; rounding may make it negative.
+    share = min(1.0, numerator / denominator) if denominator > 0 else 1.0
     hessian.mul_(1 - share).diagonal().add_(share * trace / size)
     return statistics
 
@@ -104,22 +109,24 @@ def _observed(
     layers: dict[str, nn.Module], all_sums: list[InputSums], counted: Tensor | None
 ) -> Iterator[None]:
     """Add the inputs of one forward pass to the sums."""
+    # Weak references: the pass keeps its activations no longer than without the hooks.
     seen: list[tuple[weakref.ref[Tensor], InputSums]] = []
-    groups = {name: sums for sums in all_sums for name in sums.layers}
+    groups = {name: sums for sums in all_sums for name in sums.layers}  # from earlier batches
 
     def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            given: Tensor = args[0]
+            layer_input: Tensor = args[0]
             if name in groups:
-                if groups[name].layers[0] == name:
-                    groups[name].add(given, counted)
+                if groups[name].layers[0] == name:  # the first layer of a group adds for all of them
+                    groups[name].add(layer_input, counted)
                 return
-            sums = next((sums for reference, sums in seen if reference() is given), None)
+            # The same tensor object, not equal values: a comparison would wait for the device.
+            sums = next((sums for reference, sums in seen if reference() is layer_input), None)
             if sums is None:
                 sums = InputSums()
-                sums.add(given, counted)
+                sums.add(layer_input, counted)
                 all_sums.append(sums)
-                seen.append((weakref.ref(given), sums))
+                seen.append((weakref.ref(layer_input), sums))
             sums.layers.append(name)
 
         return hook

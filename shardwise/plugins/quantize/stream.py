@@ -94,24 +94,25 @@ def quantize_blocks(
     embedded = (hidden.clone() for hidden in base) if original is None else walk.embedded(batches.held_out)
     quantized = list(embedded)
     inside = walk.blueprint.blocks(walk.model)
-    targets, kept = (
-        set(linear_layers(walk.model, inside)),
-        kept_matrices(walk.model, inside, quantizer.dtypes, experts),
-    )
+    targets = set(linear_layers(walk.model, inside))
+    kept = kept_matrices(walk.model, inside, quantizer.dtypes, experts)
     for index in range(walk.depth) if blocks is None else blocks:
         if original is not None:
+            # Before the block to be quantized is loaded, so that one block's weights are in memory.
             with original.loaded(index, base[0]) as run:
                 _advance(run, base)
         with walk.loaded(index, (calibration or base)[0]) as run:
-            if original is None:
+            if original is None:  # while the block still has the weights of the base model
                 _advance(run, base)
             block = _Block(walk, index, targets, kept, experts, quantizer)
+            # Ranks agree: rank 0 saves a block after the exchange of its results, so all ranks have looked before.
             if index in state:
                 result = state.load(index)
             else:
                 result = block.quantized(run, calibration, batches.counted, ranks)
                 if ranks.rank == 0:
                     state.save(index, result)
+            # A block just quantized is read back from its codes too: a pass that starts again gets the same bits.
             block.restore(result)
             del result
             _advance(run, calibration)
@@ -144,7 +145,7 @@ def kept_matrices(
 
 
 def _advance(run: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
-    """Replace the activations before a block by those after it, batch by batch."""
+    """Replace the activations before a block by those after it, batch by batch: the old ones are freed one by one."""
     for index in range(len(batches)):
         batches[index] = run(batches[index])
 
@@ -161,7 +162,9 @@ class _Block:
         experts: Sequence[ExpertLayer],
         quantizer: Quantizer,
     ) -> None:
-        self._module, self._prefix, self._quantizer = walk.block(index), walk.path(index), quantizer
+        self._module = walk.block(index)
+        self._prefix = walk.path(index)
+        self._quantizer = quantizer
         names = [path for path, _ in self._module.named_modules() if self._name(path) in targets]
         self._layers = {path: self._module.get_submodule(path) for path in names}
         self._kept = [row for row in rows if row.name.startswith(f"{self._prefix}.")]
@@ -197,11 +200,13 @@ class _Block:
         ranks.sum_inputs(groups)
         statistics: dict[str, InputStatistics] = {}
         for sums in groups:
+            # Layers with one input share the tensors; ``mean`` uses up the sums.
             statistics |= dict.fromkeys(sums.layers, sums.mean())
         touched = self._folded(run, calibration, statistics)
         paths = [*statistics, *(path for path in self._layers if path not in statistics)]
+        # ``pop`` frees a Hessian as soon as its last layer is quantized.
         own = {path: self._quantize(path, statistics.pop(path, None)) for path in ranks.part(paths)}
-        statistics.clear()
+        statistics.clear()  # of the layers of other ranks
         results = ranks.exchanged(paths, own) | self._experts.quantized(run, calibration, counted, ranks)
         block_result = QuantizedBlock()
         for row, tensors in results.values():
@@ -211,6 +216,7 @@ class _Block:
         block_result.rows.extend(self._kept)
         for path in touched:
             for key, parameter in self._module.get_submodule(path).named_parameters(recurse=False):
+                # A folded weight that is quantized has its scale in the codes; its bias is stored whole, as norms are.
                 if self._name(path) not in block_result.weights or key != "weight":
                     name = self._name(f"{path}.{key}")
                     block_result.changed[name] = parameter.data.to(self._quantizer.dtypes[name])
@@ -223,13 +229,14 @@ class _Block:
         statistics: dict[str, InputStatistics],
     ) -> Sequence[str]:
         """The modules that the method changes before it rounds. Raises RecipeError if the block's output moves."""
-        method, scheme = self._quantizer.method, self._quantizer.scheme
+        method = self._quantizer.method
         if not (method.folds and calibration):
             return ()
         hidden = calibration[0]
         before = run(hidden)
-        touched = method.prepare(self._module, statistics, scheme)
+        touched = method.prepare(self._module, statistics, self._quantizer.scheme)
         if touched:
+            # Without the residual stream, next to which a change of a deep block's own output looks small.
             require_same_output(self._prefix, method.name, before - hidden, run(hidden) - hidden)
         return touched
 
@@ -256,8 +263,9 @@ def require_same_output(block: str, method: str, before: Tensor, after: Tensor) 
 
     In fp32 it moves by about 1e-6.
     """
-    moved, size = float((after - before).norm()), float(before.norm())
-    if not moved <= FOLDING_TOLERANCE * size:
+    moved = float((after - before).norm())
+    size = float(before.norm())
+    if not moved <= FOLDING_TOLERANCE * size:  # also for NaN
         raise RecipeError(
             f"{method} would change this model before it rounds",
             where=f"--method: {block}",

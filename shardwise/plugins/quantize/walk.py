@@ -30,14 +30,16 @@ class _Reached(Exception):
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.arguments, self.named = args, kwargs
+        self.arguments = args
+        self.named = kwargs
 
 
 class Walk:
     """The parts of a model whose weights ``read`` returns by canonical name; computes in ``dtype``."""
 
     def __init__(self, blueprint: Blueprint, read: ReadTensor, dtype: torch.dtype) -> None:
-        self.blueprint, self.dtype = blueprint, dtype
+        self.blueprint = blueprint
+        self.dtype = dtype
         self._streamed = StreamedModel(blueprint, read, dtype)
         self._returns_tuple: dict[int, bool] = {}
 
@@ -74,11 +76,11 @@ class Walk:
         block, tensors = self._streamed.blocks[index]
 
         def run(hidden: Tensor) -> Tensor:
-            first = () if HIDDEN_STATES in reached.named else (hidden,)
-            named = (
-                {**reached.named, HIDDEN_STATES: hidden} if HIDDEN_STATES in reached.named else reached.named
-            )
-            result = block(*first, *reached.arguments[1:], **named)
+            if HIDDEN_STATES in reached.named:
+                result = block(*reached.arguments[1:], **{**reached.named, HIDDEN_STATES: hidden})
+            else:
+                result = block(hidden, *reached.arguments[1:], **reached.named)
+            # Stand-ins for this block return the same form, which the model may unpack.
             self._returns_tuple[index] = isinstance(result, tuple)
             out: Tensor = result[0] if isinstance(result, tuple) else result
             return out
@@ -92,16 +94,17 @@ class Walk:
     @contextmanager
     def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """The function from the last block's hidden states [b, s, h] to logits [b, s, vocab]; any part of s is fine."""
-        given: list[Tensor] = []
+        last_hidden: list[Tensor] = []
 
         def logits(hidden: Tensor) -> Tensor:
-            given[:] = [hidden]
+            last_hidden[:] = [hidden]
             output = self.blueprint.logits(self.model, hidden)
-            given.clear()
+            last_hidden.clear()  # the list outlives the call, and would keep the tensor
             return output
 
+        # A model may scale what takes the place of the embedding, so the last block returns the states as they are.
         stand_ins = dict.fromkeys(range(self.depth - 1), self._returning)
-        last = {self.depth - 1: lambda index, _: self._returning(index, given[0])}
+        last = {self.depth - 1: lambda index, _: self._returning(index, last_hidden[0])}
         with self._outside(), self._replaced({**stand_ins, **last}):
             yield logits
 
@@ -116,7 +119,7 @@ class Walk:
             try:
                 self.blueprint.logits(self.model, batch)
             except _Reached as reached:
-                reached.__traceback__ = None
+                reached.__traceback__ = None  # its frames would keep the activations of the model alive
                 return reached
             finally:
                 del self.block(index).forward
@@ -124,16 +127,20 @@ class Walk:
 
     def _returning(self, index: int, hidden: Tensor) -> Any:
         """What the block returns, with these hidden states."""
+        # In a prediction one block runs for all; stand-ins for the others return its form.
         known = self._returns_tuple
-        return (hidden, None) if known.get(index, next(iter(known.values()))) else hidden
+        returns_tuple = known.get(index, next(iter(known.values())))
+        return (hidden, None) if returns_tuple else hidden
 
     @contextmanager
     def _replaced(self, stand_ins: dict[int, Callable[[int, Tensor], Any]]) -> Iterator[None]:
-        def standing_in(index: int, of: Callable[[int, Tensor], Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: of(index, self._hidden(_Reached(args, kwargs)))
+        # A function, so that each lambda has its own index: a lambda in the loop would see the last one.
+        def standing_in(index: int, stand_in: Callable[[int, Tensor], Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: stand_in(index, self._hidden(_Reached(args, kwargs)))
 
-        for index, of in stand_ins.items():
-            self.block(index).forward = standing_in(index, of)
+        # An attribute of the instance hides the method of its class until it is deleted.
+        for index, stand_in in stand_ins.items():
+            self.block(index).forward = standing_in(index, stand_in)
         try:
             yield
         finally:
@@ -160,7 +167,9 @@ class Walk:
 
             return load
 
-        hooks = [m.register_forward_pre_hook(loading(t)) for m, t in self._streamed.outside]
+        hooks = [
+            module.register_forward_pre_hook(loading(tensors)) for module, tensors in self._streamed.outside
+        ]
         try:
             yield
         finally:

@@ -24,8 +24,10 @@ from shardwise.plugins.quantize.walk import Walk
 
 WALK_TOLERANCE = 1e-3
 """Of the logits' norm. The two are the same operations on the same values."""
-CHECKED_BLOCKS, CHECKED_LENGTH = 2, 8
-"""Blocks that stand for all others if all are alike, and tokens of a sequence."""
+CHECKED_BLOCKS = 2
+"""Blocks that stand for all others if all are alike."""
+CHECKED_LENGTH = 8
+"""Tokens of a sequence."""
 
 
 @torch.no_grad()
@@ -35,19 +37,21 @@ def require_walk(blueprint: Blueprint, read: ReadTensor, length: int, dtype: tor
     Args:
         read: reads the tensors by canonical name. length: the most tokens of a sequence.
     """
-    tried = blueprint
+    checked = blueprint
     if blueprint.depth is not None and blueprint.depth > CHECKED_BLOCKS:
-        tried = copy.copy(blueprint)
-        tried.build = partial(blueprint.build, CHECKED_BLOCKS)  # type: ignore[method-assign]
-    vocab, draw = blueprint.vocab or 1, torch.Generator().manual_seed(0)
+        checked = copy.copy(blueprint)
+        checked.build = partial(blueprint.build, CHECKED_BLOCKS)  # type: ignore[method-assign]
+    vocab = blueprint.vocab or 1
+    draw = torch.Generator().manual_seed(0)
     batches = [torch.randint(vocab, (1, min(CHECKED_LENGTH, length)), generator=draw) for _ in range(2)]
     with walking(blueprint):
-        walked = torch.cat(_walked(Walk(tried, read, dtype), batches)).double()
-        whole = torch.cat([streamed_logits(tried, read, ids, dtype) for ids in batches]).double()
-    moved = float((walked - whole).norm() / whole.norm().clamp(min=1e-30))
-    if not moved <= WALK_TOLERANCE:
+        # Two batches: the walk must not give the second one what the first one left.
+        walked = torch.cat(_walked(Walk(checked, read, dtype), batches)).double()
+        whole = torch.cat([streamed_logits(checked, read, ids, dtype) for ids in batches]).double()
+    difference = float((walked - whole).norm() / whole.norm().clamp(min=1e-30))
+    if not difference <= WALK_TOLERANCE:  # also for NaN
         raise _cannot_walk(
-            blueprint, f"so run, its logits differ by {format_percent(moved, 1)} from the model's"
+            blueprint, f"so run, its logits differ by {format_percent(difference, 1)} from the model's"
         )
 
 

@@ -90,10 +90,13 @@ class BudgetSearch:
         """Args:
         rate: FLOPs per second that the cluster is assumed to reach until a size has been planned.
         """
-        self._family, self._limit, self._law = family, limit, law
-        self._planner, self._rate = planned, rate
-        self._plans: dict[int, Plan] = {}
-        self._too_large = len(family)
+        self._family = family
+        self._limit = limit
+        self._law = law
+        self._planner = planned
+        self._rate = rate
+        self._plans: dict[int, Plan] = {}  # by index in the family, of sizes that fit
+        self._too_large = len(family)  # the smallest index known not to fit
         self._refusal: str | None = None
 
     def best(self, served: float = 0.0) -> BudgetChoice:
@@ -113,14 +116,15 @@ class BudgetSearch:
             return law.tokens_for(self._family[index].parameters, target)
 
         def cost(index: int) -> float:
-            """Training and serving; the forward pass is a third of the FLOPs of training."""
+            """FLOPs of training and serving; the forward pass is a third of those of training."""
             return self._flops_per_token(index) * (tokens(index) + served / 3)
 
+        # A model larger than the best for training alone costs more to train and to serve.
         serving = self._settled(lambda: min(range(chosen + 1), key=cost))
         return self._result(serving, tokens, at_first)
 
     def _settled(self, choose: Callable[[], int]) -> int:
-        """The choice, once the planner has confirmed it."""
+        """The choice, once the planner has confirmed it: each plan moves the figures, and so may move the choice."""
         while True:
             index = choose()
             if index in self._plans:
@@ -129,15 +133,17 @@ class BudgetSearch:
                     return index
                 index = unplanned
             largest = max(self._plans, default=-1)
+            # Between the largest size that fits and the smallest that does not, nothing is known: bisect.
             if self._refusal is not None and index > largest:
-                index = (largest + self._too_large) // 2  # bisect the sizes of which nothing is known
+                index = (largest + self._too_large) // 2
             self._ask(index)
 
     def _unplanned_next_to(self, index: int) -> int | None:
         """A smaller or a larger size to plan, so that the figures around the choice are not extrapolated."""
         if self._limit.kind == "tokens":
             return None
-        size, smallest, largest = self._family[index].parameters, min(self._plans), max(self._plans)
+        size = self._family[index].parameters
+        smallest, largest = min(self._plans), max(self._plans)
         if self._family[smallest].parameters * _NEIGHBOUR_FACTOR > size:
             below = min(self._nearest(size / _PROBED), index - 1)
             if 0 <= below < smallest:
@@ -156,10 +162,6 @@ class BudgetSearch:
         )
 
     def _ask(self, index: int) -> None:
-        if index < 0:
-            raise ResourceError(
-                "no size of the family fits", where="shardwise budget", why=self._refusal or ""
-            )
         try:
             plan = self._planner(self._family[index], self._tokens(index))
         except RecipeError as error:
@@ -171,15 +173,16 @@ class BudgetSearch:
             self._refuse(index, f"{plan.line} does not fit")
 
     def _refuse(self, index: int, why: str) -> None:
-        self._too_large, self._refusal = index, why
+        self._too_large = index
+        self._refusal = why
         if index == 0:
             raise ResourceError("no size of the family fits", where="shardwise budget", why=why)
 
     def _best_index(self) -> int:
         indices = range(self._too_large)
         if self._limit.kind == "tokens":
-            wanted = math.log(self._law.parameters_for(self._limit.amount))
-            return min(indices, key=lambda index: abs(math.log(self._family[index].parameters) - wanted))
+            optimum = math.log(self._law.parameters_for(self._limit.amount))
+            return min(indices, key=lambda index: abs(math.log(self._family[index].parameters) - optimum))
         return min(
             indices, key=lambda index: self._law.merit(self._family[index].parameters, self._tokens(index))
         )
@@ -188,10 +191,9 @@ class BudgetSearch:
         """Tokens that the budget pays for."""
         if self._limit.kind == "tokens":
             return self._limit.amount
-        of_one = self._flops_per_token(index)
-        return self._limit.amount / (
-            of_one if self._limit.kind == "flops" else self._seconds_per_token(index)
-        )
+        if self._limit.kind == "flops":
+            return self._limit.amount / self._flops_per_token(index)
+        return self._limit.amount / self._seconds_per_token(index)
 
     def _flops_per_token(self, index: int) -> float:
         """Model FLOPs; 6 N where no size has been planned."""
@@ -222,13 +224,13 @@ class BudgetSearch:
         return base * math.exp(y0 + share * (y1 - y0))
 
     def _in_budget(self, index: int, tokens: float) -> SizeInBudget:
-        made = self._family[index]
+        dimensions = self._family[index]
         return SizeInBudget(
-            made,
+            dimensions,
             tokens,
             tokens * self._flops_per_token(index),
             tokens * self._seconds_per_token(index),
-            self._law.loss(made.parameters, tokens),
+            self._law.loss(dimensions.parameters, tokens),
             index in self._plans,
         )
 
@@ -249,6 +251,7 @@ class BudgetSearch:
         if self._refusal is not None:
             refused = self._family[self._too_large], self._refusal
         usable = sorted(index for index in near - {chosen} if index < self._too_large)
+        # With serving, a smaller size may never reach the loss: its tokens are infinite, and it is left out below.
         words = {"seconds": "hours", "flops": "FLOPs", "tokens": "tokens"}
         return BudgetChoice(
             words[self._limit.kind],

@@ -42,7 +42,7 @@ def find_budget(
         ResourceError: no size fits the cluster.
     """
     per_step = recipe.batch_size * recipe.data.sequence_length
-    if limit.kind == "tokens":
+    if limit.kind == "tokens":  # the steps are known now: refuse too many before seconds of planning
         _steps(limit.amount, per_step)
 
     def planned(dimensions: Dimensions, tokens: float) -> Plan:
@@ -73,7 +73,7 @@ def _steps(tokens: float, per_step: int) -> int:
 def of_size(recipe: Recipe, dimensions: Dimensions) -> Recipe:
     """The recipe with a model of these dimensions."""
     values = asdict(dimensions)
-    values.pop("norm_epsilon")
+    values.pop("norm_epsilon")  # no key of a recipe
     return recipe.model_copy(update={"model": ModelSpec(**values)})
 
 

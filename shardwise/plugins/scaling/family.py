@@ -73,17 +73,19 @@ def family_sizes(pattern: Dimensions) -> list[Dimensions]:
         for layers in range(
             max(1, math.ceil(_DEPTH_RANGE[0] * depth)), math.floor(_DEPTH_RANGE[1] * depth) + 2
         ):
-            made = sized(pattern, width, layers)
-            key, off = round(math.log(made.parameters) / _SIZE_GROWTH), abs(math.log(layers / depth))
-            if key not in by_step or off < by_step[key][0]:
-                by_step[key] = off, made
-    return sorted((made for _, made in by_step.values()), key=lambda made: made.parameters)
+            size = sized(pattern, width, layers)
+            step = round(math.log(size.parameters) / _SIZE_GROWTH)
+            deviation = abs(math.log(layers / depth))
+            if step not in by_step or deviation < by_step[step][0]:
+                by_step[step] = deviation, size
+    return sorted((size for _, size in by_step.values()), key=lambda size: size.parameters)
 
 
 def _widths() -> Iterator[int]:
     width = _WIDTH_RANGE[0]
     while width <= _WIDTH_RANGE[1]:
         yield width
+        # The next width that has whole heads, as many as _HEADS asks for.
         quantum = _step_value(_HEAD_WIDTHS, width) * _step_value(_HEADS, width)
         width = (width // quantum + 1) * quantum
 
@@ -91,9 +93,11 @@ def _widths() -> Iterator[int]:
 def sized(pattern: Dimensions, width: int, layers: int) -> Dimensions:
     """The family's model of a width, which is a multiple of its head width, and a depth."""
     heads = width // _step_value(_HEAD_WIDTHS, width)
-    grouped = pattern.kv_heads < pattern.heads
-    kv_heads = max(n for n in range(1, pattern.kv_heads + 1) if heads % n == 0) if grouped else heads
+    kv_heads = heads
+    if pattern.kv_heads < pattern.heads:  # grouped-query attention: as many groups as divide the heads
+        kv_heads = max(groups for groups in range(1, pattern.kv_heads + 1) if heads % groups == 0)
     quantum = 256 if width >= 1024 else 32
+    # A ratio that is whole but for rounding is not rounded up to the next multiple.
     ffn = math.ceil(pattern.ffn / pattern.width * width / quantum - 1e-9) * quantum
     return replace(
         pattern, layers=layers, width=width, heads=heads, head_dim=None, kv_heads=kv_heads, ffn=ffn

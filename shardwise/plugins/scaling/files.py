@@ -93,6 +93,7 @@ def _law_from(name: str, values: Mapping[str, Any]) -> Law:
             return _power_law(name, source, values, fitted)
         case "ratio":
             ratio = _positive(values["tokens_per_parameter"], "tokens_per_parameter")
+            # C = 6 N D = 6 ratio N², so N is a power of C with the exponent 1/2.
             scale = (FLOPS_PER_PARAMETER * ratio) ** -0.5
             return PowerLaw(name, source, scale, 0.5, _loss_law(values), fitted)
         case other:

@@ -82,8 +82,9 @@ class Fit:
     @property
     def undetermined(self) -> tuple[str, ...]:
         """Exponents whose 95 % interval reaches a limit of the search."""
-        ends = ((key, self.law.intervals.get(key, ())) for key in ("alpha", "beta"))
-        return tuple(key for key, pair in ends if _FLATTEST in pair or _STEEPEST in pair)
+        # The search clips exponents, so one at its limit is equal to it.
+        intervals = ((key, self.law.intervals.get(key, ())) for key in ("alpha", "beta"))
+        return tuple(key for key, ends in intervals if _FLATTEST in ends or _STEEPEST in ends)
 
     def exponent_interval(self) -> tuple[float, float]:
         """95 % interval of a in N ~ C^a."""
@@ -109,11 +110,13 @@ def fit_law(points: Sequence[TrainedPoint], *, draws: int = DRAWS, seed: int = 0
         np.log([point.tokens for point in points]),
         np.log([point.loss for point in points]),
     )
-    once = np.ones((1, len(points)))
-    ends, objectives = problem.solve(problem.starts(), once)
-    best = ends[np.argmin(objectives)]
+    each_once = np.ones((1, len(points)))
+    minima, objectives = problem.solve(problem.starts(), each_once)
+    best = minima[np.argmin(objectives)]
     _refuse_limits(*best[3:])
+    # A sample with replacement is a number of times for each point, (draws, P), so no points are copied.
     counts = np.random.default_rng(seed).multinomial(len(points), [1 / len(points)] * len(points), size=draws)
+    # All draws start from the best fit: the grid has 150 starts, which each draw would have to search.
     drawn, _ = problem.solve(np.tile(best, (draws, 1)), counts.astype(np.float64))
     laws = tuple(problem.law(theta, name) for theta in drawn)
     residual = float(np.median(np.abs(problem.residuals(best[None])[0])))
@@ -182,19 +185,23 @@ class _Problem:
 
     def starts(self) -> Array:
         """A grid over both exponents, E and the share of the loss that N explains: (S, 5)."""
-        low, middle = float(np.exp(self._loss.min())), float(np.exp(np.median(self._loss)))
+        lowest = float(np.exp(self._loss.min()))
+        median = float(np.exp(np.median(self._loss)))
         rows = []
         for alpha, beta, floor, share in product(_EXPONENTS, _EXPONENTS, _FLOORS, _SHARES):
-            above = max(middle - floor * low, 1e-6 * middle)
-            rows.append((share * above, (1 - share) * above, floor * low, alpha, beta))
+            above = max(median - floor * lowest, 1e-6 * median)
+            rows.append((share * above, (1 - share) * above, floor * lowest, alpha, beta))
         grid = np.array(rows)
+        # Logarithms keep A, B and E positive without constraints.
         grid[:, :3] = np.log(grid[:, :3])
         return grid
 
     def law(self, theta: Array, name: str) -> ParametricLaw:
         a, b, e, alpha, beta = (float(value) for value in theta)
-        scales = math.exp(a + alpha * self._centre[0]), math.exp(b + beta * self._centre[1])
-        return ParametricLaw(name, "", math.exp(e), *scales, alpha, beta)
+        # A' belongs to the centred log N: A / N^alpha = A' / exp(alpha (log N - centre)).
+        scale_n = math.exp(a + alpha * self._centre[0])
+        scale_d = math.exp(b + beta * self._centre[1])
+        return ParametricLaw(name, "", math.exp(e), scale_n, scale_d, alpha, beta)
 
     def residuals(self, theta: Array) -> Array:
         """log L(N, D) - log loss: (S, P)."""
@@ -209,6 +216,7 @@ class _Problem:
     def _jacobian(self, theta: Array) -> Array:
         """Derivatives of the residuals: (S, P, 5)."""
         terms = self._terms(theta)
+        # Each term's share of the loss, which is the derivative of log L by the logarithm of the term.
         of_n, of_d, of_e = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
         return np.stack([of_n, of_d, of_e, -of_n * self._n, -of_d * self._d], axis=-1)
 
@@ -224,30 +232,35 @@ class _Problem:
         objective = _huber(self.residuals(theta), counts)
         active = np.ones(len(theta), dtype=bool)
         for _ in range(_ITERATIONS):
-            where = np.flatnonzero(active)
-            if not len(where):
+            rows = np.flatnonzero(active)  # the starts that have not converged
+            if not len(rows):
                 break
-            weighted = counts if len(counts) == 1 else counts[where]
-            proposed = theta[where] + self._step(theta[where], weighted, damping[where])
+            row_counts = counts if len(counts) == 1 else counts[rows]
+            proposed = theta[rows] + self._step(theta[rows], row_counts, damping[rows])
             proposed[:, 3:] = proposed[:, 3:].clip(_FLATTEST, _STEEPEST)
+            # A step too long may overflow; it is refused below, and the damping grows.
             with np.errstate(over="ignore", invalid="ignore"):
-                new = _huber(self.residuals(proposed), weighted)
-            better = np.isfinite(new) & (new <= objective[where])
-            gain = objective[where] - new
-            done = (better & (gain <= _CONVERGED * objective[where])) | (damping[where] > 1e12)
-            theta[where[better]] = proposed[better]
-            objective[where[better]] = new[better]
-            damping[where] = np.where(better, np.maximum(damping[where] / 5, 1e-12), damping[where] * 4)
-            active[where[done]] = False
+                new = _huber(self.residuals(proposed), row_counts)
+            better = np.isfinite(new) & (new <= objective[rows])
+            gain = objective[rows] - new
+            done = (better & (gain <= _CONVERGED * objective[rows])) | (damping[rows] > 1e12)
+            theta[rows[better]] = proposed[better]
+            objective[rows[better]] = new[better]
+            # Less damping is nearer to Gauss-Newton, more is a shorter step down the gradient.
+            damping[rows] = np.where(better, np.maximum(damping[rows] / 5, 1e-12), damping[rows] * 4)
+            active[rows[done]] = False
         return theta, objective
 
     def _step(self, theta: Array, counts: Array, damping: Array) -> Array:
         """Damped Gauss-Newton on squares that touch the Huber loss from above: (S, 5)."""
-        residuals, jacobian = self.residuals(theta), self._jacobian(theta)
+        residuals = self.residuals(theta)
+        jacobian = self._jacobian(theta)
+        # Huber's derivative over the residual: 1 within delta, and delta / |r| outside.
         weights = counts * np.minimum(1.0, DELTA / np.maximum(np.abs(residuals), 1e-300))
         weighted = jacobian * weights[..., None]
         hessian = np.einsum("spi,spj->sij", weighted, jacobian)
         diagonal = np.einsum("sii->si", hessian)
+        # A term without a share in the loss has a row of zeros, and ``solve`` takes no singular matrix.
         floor = 1e-15 * diagonal.max(axis=1, keepdims=True) + 1e-300
         damped = hessian + np.eye(5) * (damping[:, None] * diagonal + floor)[:, None, :]
         gradient = np.einsum("spi,sp->si", weighted, residuals)

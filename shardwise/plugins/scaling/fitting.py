@@ -38,7 +38,7 @@ def _refuse_mixtures(runs: Sequence[RunRecord], recipes: Sequence[Recipe]) -> No
             why = "it trains an adapter, and a law is of training from the start"
             raise DataError("not a run to fit a law to", where=str(run.folder), why=why)
         if recipe.data != recipes[0].data:
-            key = next(k for k, value in recipe.data if value != getattr(recipes[0].data, k))
+            key = next(key for key, value in recipe.data if value != getattr(recipes[0].data, key))
             why = f"data.{key} differs from that of {runs[0].folder}, so their losses do not compare"
             raise DataError("runs of different data", where=str(run.folder), why=why)
 
@@ -50,10 +50,14 @@ def _trained_point(run: RunRecord, held_out: bool) -> TrainedPoint:
         raise DataError(
             "the run is not finished", where=str(run.folder), why="it has no report.json", fix=fix
         )
-    last = [step for step in run.steps[-max(1, round(LAST * len(run.steps))) :] if step.tokens]
+    number = max(1, round(LAST * len(run.steps)))
+    last = [step for step in run.steps[-number:] if step.tokens]
     loss = outcome.held_out_loss if held_out else None
     if loss is None and last:
+        # A loss is a mean over the step's tokens, of which steps may have different numbers.
         loss = sum(step.loss * step.tokens for step in last) / sum(step.tokens for step in last)
-    if loss is None or not (math.isfinite(loss) and loss > 0 and outcome.tokens and run.plan.parameters):
+    # The fit takes logarithms of all three numbers.
+    has_counts = outcome.tokens and run.plan.parameters
+    if loss is None or not math.isfinite(loss) or loss <= 0 or not has_counts:
         raise DataError("not a run to fit a law to", where=str(run.folder), why="it has no finite loss")
     return TrainedPoint(float(run.plan.parameters), float(outcome.tokens), loss, run.name)

@@ -69,23 +69,29 @@ def curves(points: Sequence[TrainedPoint]) -> list[SizeCurve]:
 def isoflops(points: Sequence[TrainedPoint], slices: int = SLICES) -> list[IsoFlop]:
     """Parabolas at budgets that at least three sizes cover, in ascending order (approach 2)."""
     lines = curves(points)
-    budgets = [flops for flops in _budgets(lines, 40 * slices) if sum(c.covers(flops) for c in lines) > 2]
+    # A fine grid finds the budgets that three sizes cover; a few of these, evenly spaced, get a parabola.
+    grid = _budgets(lines, 40 * slices)
+    budgets = [flops for flops in grid if len([line for line in lines if line.covers(flops)]) > 2]
     if not budgets:
         return []
-    chosen = np.unique(np.linspace(0, len(budgets) - 1, slices).round().astype(int))
-    return [_parabola(budgets[index], lines) for index in chosen]
+    selected = np.unique(np.linspace(0, len(budgets) - 1, slices).round().astype(int))
+    return [_parabola(budgets[index], lines) for index in selected]
 
 
 def _parabola(flops: float, lines: Sequence[SizeCurve]) -> IsoFlop:
     sizes = tuple((line.parameters, line.loss_at(flops)) for line in lines if line.covers(flops))
     x, y = np.log(np.array(sizes)).T
+    # Centred, since the powers of log N from a narrow range are nearly collinear.
     centre = x.mean()
     a, b, c = (float(value) for value in np.polyfit(x - centre, y, 2))
     optimum = None
-    if a > 0 and x[0] <= (vertex := centre - b / (2 * a)) <= x[-1]:
-        optimum = float(np.exp(vertex)), float(np.exp(c - b * b / (4 * a)))
-    moved = a, b - 2 * a * float(centre), c - b * float(centre) + a * float(centre) ** 2
-    return IsoFlop(flops, sizes, moved, optimum)
+    if a > 0:  # open at the top, so the vertex is a minimum
+        vertex = centre - b / (2 * a)
+        if x[0] <= vertex <= x[-1]:
+            optimum = float(np.exp(vertex)), float(np.exp(c - b * b / (4 * a)))
+    # The same polynomial in x instead of x - centre.
+    parabola = a, b - 2 * a * float(centre), c - b * float(centre) + a * float(centre) ** 2
+    return IsoFlop(flops, sizes, parabola, optimum)
 
 
 def envelope(points: Sequence[TrainedPoint]) -> list[tuple[float, float, float]]:

@@ -50,9 +50,11 @@ class FittedRange:
         """Orders of magnitude from the range to a point, by quantity; those within the range are left out."""
         orders = {}
         for quantity in ("parameters", "tokens", "flops"):
-            value, (low, high) = getattr(point, quantity), getattr(self, quantity)
+            value = getattr(point, quantity)
+            low, high = getattr(self, quantity)
             if not low <= value <= high:
-                orders[quantity] = abs(math.log10(value / (low if value < low else high)))
+                nearest = low if value < low else high
+                orders[quantity] = abs(math.log10(value / nearest))
         return orders
 
 
@@ -109,10 +111,10 @@ class ParametricLaw:
 
     def optimum(self, flops: float) -> SizeAndTokens:
         """Closed form (Hoffmann et al., equation 4): G = (alpha A / beta B)^(1 / (alpha + beta))."""
-        log_scale = self._log_gains / (self.alpha + self.beta)
-        products = flops / FLOPS_PER_PARAMETER
-        parameters = _bounded_exp(log_scale + self.exponent * math.log(products))
-        return SizeAndTokens(parameters, products / parameters)
+        log_scale = self._log_gains / (self.alpha + self.beta)  # log G
+        product = flops / FLOPS_PER_PARAMETER  # N D
+        parameters = _bounded_exp(log_scale + self.exponent * math.log(product))
+        return SizeAndTokens(parameters, product / parameters)
 
     def parameters_for(self, tokens: float) -> float:
         """Where a further parameter and a further token gain equally: alpha A N^-alpha = beta B D^-beta."""
@@ -125,16 +127,18 @@ class ParametricLaw:
 
     def tokens_for(self, parameters: float, loss: float) -> float:
         """Tokens after which N parameters reach ``loss``; infinity if they never do."""
-        left = loss - self.E - self.A * parameters**-self.alpha
-        return math.inf if left <= 0 else _bounded_exp((math.log(self.B) - math.log(left)) / self.beta)
+        token_term = loss - self.E - self.A * parameters**-self.alpha  # B / D^beta
+        if token_term <= 0:
+            return math.inf
+        return _bounded_exp((math.log(self.B) - math.log(token_term)) / self.beta)
 
     def flops_for(self, loss: float) -> float:
         """FLOPs with which the best model reaches ``loss``; infinity for the irreducible loss E and below."""
         # At the optimum B D^-beta is alpha / beta of A N^-alpha.
-        left = (loss - self.E) / (1 + self.alpha / self.beta)
-        if left <= 0:
+        parameter_term = (loss - self.E) / (1 + self.alpha / self.beta)
+        if parameter_term <= 0:
             return math.inf
-        parameters = _bounded_exp((math.log(self.A) - math.log(left)) / self.alpha)
+        parameters = _bounded_exp((math.log(self.A) - math.log(parameter_term)) / self.alpha)
         return SizeAndTokens(parameters, self.tokens_for(parameters, loss)).flops
 
 
@@ -167,8 +171,8 @@ class PowerLaw:
         return _bounded_exp((math.log(self.scale) + of_tokens) / (1 - self.exponent))
 
     def merit(self, parameters: float, tokens: float) -> float:
-        wanted = self.optimum(SizeAndTokens(parameters, tokens).flops).parameters
-        return abs(math.log(parameters / wanted))
+        optimal = self.optimum(SizeAndTokens(parameters, tokens).flops).parameters
+        return abs(math.log(parameters / optimal))
 
 
 def _bounded_exp(logarithm: float) -> float:

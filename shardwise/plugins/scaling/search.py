@@ -16,6 +16,7 @@ def minimum(function: Callable[[float], float], low: float, high: float, toleran
     left, right = high - _SHARE * (high - low), low + _SHARE * (high - low)
     at_left, at_right = function(left), function(right)
     while high - low > tolerance:
+        # The golden ratio makes the inner point that stays the other inner point of the new interval.
         if at_left <= at_right:
             high, right, at_right = right, left, at_left
             left = high - _SHARE * (high - low)

@@ -71,9 +71,12 @@ def standing(law: Law, parameters: float, tokens: float, vocab: int | None = Non
     """Where ``parameters`` after ``tokens`` of a vocabulary stand; both must be positive."""
     run = SizeAndTokens(parameters, tokens)
     best = law.optimum(run.flops)
-    orders = max(law.fitted.orders_outside(run).values(), default=0.0) if law.fitted is not None else 0.0
-    losses = law.loss(parameters, tokens), law.loss(best.parameters, best.tokens)
-    return RunStanding(run, losses[0], best, losses[1], law.name, orders, tuple(doubts(law, run, vocab)))
+    orders = 0.0
+    if law.fitted is not None:
+        orders = max(law.fitted.orders_outside(run).values(), default=0.0)
+    loss = law.loss(parameters, tokens)
+    best_loss = law.loss(best.parameters, best.tokens)
+    return RunStanding(run, loss, best, best_loss, law.name, orders, tuple(doubts(law, run, vocab)))
 
 
 def doubts(law: Law, point: SizeAndTokens, vocab: int | None = None) -> Iterator[str]:

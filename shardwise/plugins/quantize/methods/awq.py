@@ -83,18 +83,21 @@ class AWQ(QuantizationMethod):
     ) -> Sequence[str]:
         changed: list[str] = []
         for group in scaling_groups(block):
-            if (given := statistics.get(group.layers[0])) is None:
+            input_statistics = statistics.get(group.layers[0])
+            if input_statistics is None:  # no calibration token reaches these layers
                 continue
             layers = [block.get_submodule(name) for name in group.layers]
             linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
             weights = [layer.weight for layer in linear]
             try:
-                scale = awq_scale(weights, given, scheme, self.symmetric, self.steps)
+                scale = awq_scale(weights, input_statistics, scheme, self.symmetric, self.steps)
             except NotConverged:  # a layer without levels stays as it is; its neighbours are clipped
                 continue
             fold(block.get_submodule(group.previous), linear, scale)
-            statistics.update(dict.fromkeys(group.layers, given.divided(scale)))
+            # These layers now read divided inputs, and ``quantize`` clips their weights for these.
+            statistics.update(dict.fromkeys(group.layers, input_statistics.divided(scale)))
             changed += [group.previous, *group.layers]
+        # A layer may be in two groups, such as up_proj: it reads a norm, and down_proj's scale is folded into it.
         return list(dict.fromkeys(changed))
 
     def channel_scale(self, weight: Tensor, statistics: InputStatistics, scheme: Scheme) -> Tensor | None:
@@ -131,6 +134,7 @@ def scaling_groups(block: nn.Module) -> list[ScalingGroup]:
         ScalingGroup(BLOCK_NORMS[0], ATTENTION_LAYERS[:3]),
         ScalingGroup(BLOCK_NORMS[1], (GATE, UP) if gated else (UP,)),
     ]
+    # Values that several query heads share have one scale for all of these heads, but o_proj has columns for each.
     if parts.v.out_features == parts.o.in_features:
         groups.insert(1, ScalingGroup(ATTENTION_LAYERS[2], ATTENTION_LAYERS[3:]))
     return [*groups, ScalingGroup(UP, (DOWN,))] if gated else groups
@@ -155,28 +159,34 @@ def awq_scale(
     """
     symmetric = symmetric or scheme.activation_bits == 8
     strides = [-(-weight.shape[0] // SEARCHED_ROWS) for weight in weights]
-    some = [weight[::stride] for weight, stride in zip(weights, strides, strict=True)]
-    hessian, magnitude = statistics.hessian.float(), statistics.magnitude.float()
-    best, least = torch.ones_like(magnitude), torch.inf
+    sampled = [weight[::stride] for weight, stride in zip(weights, strides, strict=True)]
+    hessian = statistics.hessian.float()
+    magnitude = statistics.magnitude.float()
+    best_scale = torch.ones_like(magnitude)
+    least_error = torch.inf
     for step in range(steps + 1):
         scale = _channel_scale(magnitude, step / steps)
-        errors = [_output_error(weight, scale, hessian, scheme, symmetric) for weight in some]
-        error = sum(one * stride for one, stride in zip(errors, strides, strict=True))
-        if error < least:
-            best, least = scale, error
-    return best
+        errors = [_output_error(weight, scale, hessian, scheme, symmetric) for weight in sampled]
+        # Each sampled row stands for ``stride`` rows, so layers of any height count by their whole error.
+        error = sum(layer_error * stride for layer_error, stride in zip(errors, strides, strict=True))
+        if error < least_error:
+            best_scale, least_error = scale, error
+    return best_scale
 
 
 def _channel_scale(magnitude: Tensor, alpha: float) -> Tensor:
     """magnitude^alpha, with the geometric mean of its extremes at 1."""
+    # A silent channel would get the scale 0, by which no layer can be divided; 1.0 is for inputs that are all 0.
     scale = magnitude.clamp(min=1e-4 * float(magnitude.max()) or 1.0) ** alpha
     return scale / (scale.max() * scale.min()).sqrt()
 
 
 def _output_error(weight: Tensor, scale: Tensor, hessian: Tensor, scheme: Scheme, symmetric: bool) -> float:
     """Mean squared output error over the tokens, summed over the rows of the weight."""
-    scaled = in_groups(weight.float() * scale, scheme)
+    scaled = in_groups(weight.float() * scale, scheme)  # [out, groups, size]
+    # Without clipping, which is searched once after the scale is known: alpha has a whole grid of trials.
     levels = absmax(scaled, scheme.bits, symmetric, stored_dtype(weight))
+    # Back to the unscaled inputs, whose Hessian is known. [out, in]
     difference = levels.rounded(scaled).sub_(scaled).flatten(1) / scale
     return float((difference @ hessian * difference).sum())
 
@@ -184,10 +194,12 @@ def _output_error(weight: Tensor, scale: Tensor, hessian: Tensor, scheme: Scheme
 def _importance(hessian: Tensor, scheme: Scheme) -> Tensor:
     """The Hessian of each group [groups, size, size]; its diagonal [in] for a scale per channel."""
     size = scheme.group
+    # Without a least importance, a group that no token used would have the error 0 for every range.
     if size is None:
         diagonal = hessian.diagonal()
         return diagonal.clamp(min=1e-4 * float(diagonal.mean()) or 1.0)
     count = hessian.shape[0] // size
+    # The blocks [size, size] on the diagonal. ``diagonal`` puts their index last: [size, size, groups].
     parts = hessian.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     damping = 1e-4 * float(hessian.diagonal().mean()) or 1.0
     return (parts + damping * torch.eye(size, device=hessian.device)).contiguous()

@@ -85,9 +85,11 @@ class NotConverged(Exception):
 
 def relative_output_error(weight: Tensor, rounded: Tensor, statistics: InputStatistics | None) -> float:
     """‖(W - Ŵ) X‖ / ‖W X‖ over the calibration tokens; of the weights themselves without statistics."""
-    difference, weight = (weight.float() - rounded.float()), weight.float()
+    weight = weight.float()
+    difference = weight - rounded.float()
     if statistics is None:
         return float(difference.norm() / weight.norm().clamp(min=1e-30))
+    # ‖A X‖² = tr(A H Aᵀ), up to the number of tokens, which cancels. Rounding may make a small trace negative.
     lost, whole = (
         (matrix @ statistics.hessian * matrix).sum().clamp(min=0) for matrix in (difference, weight)
     )

@@ -18,8 +18,10 @@ from shardwise.runtime.quantization.orthogonal import Basis
 
 EXPANSION_BLOCKS = 10
 """Blocks of a whole expansion; 10 leave 1e-7 of a normal matrix in fp64."""
-TRIED, SLOWEST_DECAY = 3, 0.5
-"""Blocks that show whether the residual falls, and the largest share that a block may leave. Normal rows: 0.13."""
+TRIED = 3
+"""Blocks that show whether the residual falls."""
+SLOWEST_DECAY = 0.5
+"""The largest share that a block may leave. Normal rows: 0.13."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,23 @@ def expand(
         turn: steps in one basis before those in the other. The residual falls fastest with 1; rounded to the peaks of
             its first block, an expansion loses least if all steps of a factor come at once.
     """
-    rest, norm = weight.clone(), weight.norm().clamp(min=1e-30)
-    sums = [torch.zeros_like(weight), torch.zeros_like(weight)]
+    rest = weight.clone()
+    norm = weight.norm().clamp(min=1e-30)
+    sums = [torch.zeros_like(weight), torch.zeros_like(weight)]  # U and V
     steps: tuple[list[Tensor], list[Tensor]] = ([], [])
     residuals = []
     for _ in range(blocks):
         for start in range(0, max(widths), turn):
             for side in (0, 1):
+                # No step where this factor is narrower than the other one: the range is empty then.
                 for _ in range(min(turn, widths[side] - start)):
-                    size = rest.abs().mean(1, keepdim=True)
+                    size = rest.abs().mean(1, keepdim=True)  # [out, 1]
+                    # Not torch.sign, which is 0 at 0: a code has no third value.
                     step = size * torch.where(rest < 0, -1.0, 1.0).to(rest)
                     sums[side] += step
                     rest -= step
                     steps[side].append(size)
+                # Q is its own inverse: the residual is in V's basis after side 0, and in U's again after side 1.
                 rest = basis(rest)
         residuals.append(rest.norm() / norm)
     return Expansion(sums[0], sums[1], torch.cat(steps[0], 1), torch.cat(steps[1], 1), torch.stack(residuals))
@@ -77,7 +83,7 @@ def check_convergence(weight: Tensor, basis: Basis) -> None:
     residuals = expand(weight, basis, TRIED).residuals
     before = torch.cat((torch.ones_like(residuals[:1]), residuals[:-1]))
     if not bool((residuals <= SLOWEST_DECAY * before).all()):
-        left = ", ".join(f"{residual:.2g}" for residual in residuals.tolist())
+        shares = ", ".join(f"{residual:.2g}" for residual in residuals.tolist())
         raise NotConverged(
-            f"blocks of Kashin's expansion leave {left} of the weight instead of a falling share"
+            f"blocks of Kashin's expansion leave {shares} of the weight instead of a falling share"
         )

@@ -20,5 +20,6 @@ def float8_weight(weight: Tensor, scheme: Scheme) -> Float8Weight:
     largest = torch.finfo(torch.float8_e4m3fn).max
     dtype = stored_dtype(weight)
     scale = (rows.abs().amax(1, keepdim=True) / largest).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+    # A scale that was rounded down puts the largest weight above 448, and e4m3fn has no infinity: the cast gives NaN.
     values = (rows / scale.float()).clamp(-largest, largest).to(torch.float8_e4m3fn)
     return Float8Weight(values, scale)

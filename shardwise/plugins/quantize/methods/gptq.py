@@ -66,14 +66,17 @@ class GPTQ(QuantizationMethod):
         hessian = statistics.hessian.float()
         diagonal = hessian.diagonal()
         symmetric = self.symmetric or scheme.activation_bits == 8
+        # A group that no token used would have the error 0 for every range; 1.0 is for a Hessian of zeros.
         importance = diagonal.clamp(min=1e-4 * float(diagonal.mean()) or 1.0)
         levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance, self.search)
         order = diagonal.argsort(descending=True, stable=True)
         if not self.act_order:
             order = torch.arange(weight.shape[1], device=weight.device)
+        # Input channels first, [in, out]: the loop reads and writes one channel at a time, in contiguous memory.
         columns = groups.flatten(1).T[order].contiguous()
         factor = inverse_factor(hessian[order][:, order])
         codes = torch.empty_like(columns)
+        # ``order`` holds the channels' own numbers, so it gives their groups, and it puts the codes back.
         codes[order] = self._rounded(columns, factor, levels, order // groups.shape[2])
         return levels.weight(codes.T.contiguous(), scheme.activation_bits)
 
@@ -88,8 +91,10 @@ class GPTQ(QuantizationMethod):
             part = slice(start, start + self.block)
             later = slice(start + self.block, None)
             errors = torch.empty_like(columns[part])
-            own = group[part][: self._steps].tolist()
-            _round_in_turn(columns[part], factor[part, part], by_group, own, codes[part], errors)
+            # One copy to the host for each block of channels, instead of one for each channel.
+            block_groups = group[part][: self._steps].tolist()
+            _round_in_turn(columns[part], factor[part, part], by_group, block_groups, codes[part], errors)
+            # [later, b] @ [b, out]: the errors of the block reach all later channels as one product.
             columns[later].addmm_(factor[part, later].T, errors, alpha=-1)
         return codes
 
@@ -110,10 +115,13 @@ def _round_in_turn(
         group: of each column.
         codes, errors: [b, out], written.
     """
-    for index, own in enumerate(group):
-        scale, zero = levels.scale[own], None if levels.zero is None else levels.zero[own]
-        code = codes[index] = round_to_codes(columns[index], scale, zero, levels.bits)
+    for index, group_index in enumerate(group):
+        scale = levels.scale[group_index]  # [out]
+        zero = None if levels.zero is None else levels.zero[group_index]
+        code = round_to_codes(columns[index], scale, zero, levels.bits)
+        codes[index] = code
         level = (code if zero is None else code - zero) * scale
+        # The update of optimal brain surgeon: the error over U's diagonal, times the rest of U's row.
         error = torch.div(columns[index] - level, factor[index, index], out=errors[index])
         columns[index + 1 :].addr_(factor[index, index + 1 :], error, alpha=-1)
 
@@ -125,13 +133,16 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     """
     diagonal = hessian.diagonal()
     mean = diagonal.mean()
+    # A channel without input has a row of zeros. With the mean on its diagonal, it takes no errors and gives none.
     whole = hessian + torch.diag(torch.where(diagonal > 0, 0.0, mean.clamp(min=1e-30)))
     damping = HESSIAN_DAMPING
     while damping <= LARGEST_DAMPING:
         damped = whole + torch.diag(torch.full_like(diagonal, damping) * mean)
+        # ``cholesky_ex`` returns a number that is not 0 where ``cholesky`` raises; here failing is expected.
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            # An inverse that overflows to infinity is no failure for ``cholesky_ex``.
             if not int(failed) and bool(upper.isfinite().all()):
                 return upper
         damping *= 10

@@ -75,24 +75,31 @@ class HalfQuadratic(QuantizationMethod):
 
     def _fitted(self, groups: Tensor, start: Levels) -> Levels:
         """The best levels of every group [out, groups, size], from the given ones on."""
-        half, beta = 1 << start.bits - 1, self.penalty
-        scale, zero = start.scale, torch.zeros_like(start.scale) if start.zero is None else start.zero
-        best_scale, best_zero, least = scale, zero, torch.full_like(scale, torch.inf)
+        half = 1 << start.bits - 1
+        beta = self.penalty
+        scale = start.scale  # [out, groups]
+        zero = torch.zeros_like(start.scale) if start.zero is None else start.zero
+        best_scale = scale
+        best_zero = zero
+        least_loss = torch.full_like(scale, torch.inf)
         for _ in range(self.iterations):
+            # Iterates are rounded as they are stored before their loss is taken, so the best one is really the best.
             levels = Levels(stored_scale(scale, start.dtype), zero.round(), start.bits, start.dtype)
             assert levels.zero is not None
-            steps = levels.codes(groups).sub_(levels.zero.unsqueeze(2))
+            steps = levels.codes(groups).sub_(levels.zero.unsqueeze(2))  # Q - z
             error = groups - steps * levels.scale.unsqueeze(2)
-            norm = error.abs().pow_(self.norm).sum(2)
-            better = norm < least
-            least = torch.where(better, norm, least)
+            loss = error.abs().pow_(self.norm).sum(2)  # ‖E‖_p^p of each group
+            better = loss < least_loss
+            least_loss = torch.where(better, loss, least_loss)
             best_scale = torch.where(better, levels.scale, best_scale)
             best_zero = torch.where(better, levels.zero, best_zero)
-            kept = groups - self._shrunken(error, levels.scale.unsqueeze(2), beta)
-            scale = (steps * kept).sum(2) / steps.square().sum(2).clamp(min=1)
+            target = groups - self._shrunken(error, levels.scale.unsqueeze(2), beta)
+            # Steps are integers, so their squares sum to 0 or to at least 1.
+            scale = (steps * target).sum(2) / steps.square().sum(2).clamp(min=1)
             scale = torch.where(scale > 0, scale, levels.scale)
             if start.zero is not None:
-                shift = (steps - kept / scale.unsqueeze(2)).mean(2)
+                # Least squares of s (Q - z) against the target: z moves by the mean of the remainder, in steps.
+                shift = (steps - target / scale.unsqueeze(2)).mean(2)
                 zero = (levels.zero + shift).clamp(-half, half - 1)
             beta *= self.growth
         return Levels(best_scale, None if start.zero is None else best_zero, start.bits, start.dtype)
@@ -100,5 +107,6 @@ class HalfQuadratic(QuantizationMethod):
     def _shrunken(self, error: Tensor, scale: Tensor, beta: float) -> Tensor:
         """The part of the error that its threshold leaves."""
         size = (error / scale).abs()
+        # p - 1 is negative: without a least size, an error of 0 would have an infinite threshold.
         threshold = size.clamp(min=1e-6).pow(self.norm - 1).div_(beta)
         return (size - threshold).clamp_(min=0).mul_(scale).copysign_(error)

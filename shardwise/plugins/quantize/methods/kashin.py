@@ -30,9 +30,10 @@ from shardwise.plugins.quantize.methods.kashin_weighted import (
 from shardwise.runtime.quantization.kashin import Codes, KashinWeight
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
 
-FIRST_PEAK, RATIO = 0.68, 0.25
-"""Peaks at which annealing starts, in rows of mean square 1: the first, and each one over the one before. A sign in
-each factor takes two bits of the residual."""
+FIRST_PEAK = 0.68
+"""The first peak at which annealing starts, in rows of mean square 1."""
+RATIO = 0.25
+"""Each further peak over the one before: a sign in each factor takes two bits of the residual."""
 SEARCHED_WEIGHTS = 1 << 20
 """Weights that are searched at once: the search is row by row for one-sided maps."""
 
@@ -68,12 +69,15 @@ class Kashin(QuantizationMethod):
         inner = Basis(Factor(self.kind, self.seed, columns), left)
         outer = Basis(Factor(self.kind, self.seed + 1, columns)) if self.rotate else Basis()
         target = outer(weight.detach().float())
+        # Rows of mean square 1, as the temperatures and the first peaks expect; the peaks are scaled back at the end.
         scale = (target.norm(dim=1, keepdim=True) / math.sqrt(columns)).clamp(min=1e-30)
         target = target / scale
         check_convergence(target, inner)
+        # A left factor mixes the rows, so they cannot be searched in parts.
         chunk = rows if self.two_sided else max(1, SEARCHED_WEIGHTS // columns)
         metric = None
         if statistics is not None:
+            # The target multiplies the rotated inputs R x, whose Hessian is R H R; R is symmetric.
             metric = metric_of(outer(outer(statistics.hessian.float()).T), inner)
         pairs = [self._pair(part, inner, split_bits(scheme.bits), metric) for part in target.split(chunk)]
         codes = [self._stored(pairs, side, scale) for side in (0, 1)]
@@ -94,6 +98,7 @@ class Kashin(QuantizationMethod):
 
     def _searched(self, target: Tensor, inner: Basis, widths: tuple[int, int]) -> Pair:
         if self.steps:
+            # Equal peaks for all rows: annealing leaves the fit of each row to ``refit``.
             sizes = FIRST_PEAK * RATIO ** torch.arange(max(widths), device=target.device)
             peaks = [sizes[:width].repeat(target.shape[0], 1) for width in widths]
             pair = annealed(target, inner, peaks, self.steps)

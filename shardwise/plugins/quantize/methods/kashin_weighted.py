@@ -23,7 +23,8 @@ from shardwise.runtime.quantization.kashin import table_of
 from shardwise.runtime.quantization.orthogonal import Basis
 
 FIRST_DESCENT_TEMPERATURE, LAST_DESCENT_TEMPERATURE = 0.1, 0.006
-METRIC_DAMPING, METRIC_RIDGE = 0.01, 1e-4
+METRIC_DAMPING = 0.01
+METRIC_RIDGE = 1e-4
 EQUAL = 1e-3
 """Differences from the identity that no weighting is worth."""
 DESCENT_BLOCK = 64
@@ -71,8 +72,10 @@ def metric_of(hessian: Tensor, inner: Basis) -> HessianMetric | None:
     whole = hessian / mean + METRIC_DAMPING * torch.eye(
         hessian.shape[0], dtype=hessian.dtype, device=hessian.device
     )
+    # UᵀU = H⁻¹ makes the determinant of H the product of U's diagonal to the power -2: no eigenvalues are needed.
     smallest = float(torch.exp(-2 * inverse_factor(whole).diagonal().log().mean()))
     right = Basis(inner.right)
+    # Q H Qᵀ, by the map of rows: H Q, transposed, and once more. Q and H are symmetric.
     metric = HessianMetric((whole, right(right(whole).T.contiguous())), smallest)
     equal = (1 + METRIC_DAMPING) * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     return metric if bool(((whole - equal).abs() >= EQUAL).any()) else None
@@ -82,11 +85,11 @@ def weighted(target: Tensor, inner: Basis, metric: HessianMetric, pair: Pair, sw
     """Improve codes of a target [rows, in] for the error of the layer's outputs."""
     means = [pair.values(0), pair.values(1)]
     for step in range(sweeps.soft):
-        done = step / max(sweeps.soft - 1, 1)
+        progress = step / max(sweeps.soft - 1, 1)
         temperature = (
             metric.smallest
             * FIRST_DESCENT_TEMPERATURE
-            * (LAST_DESCENT_TEMPERATURE / FIRST_DESCENT_TEMPERATURE) ** done
+            * (LAST_DESCENT_TEMPERATURE / FIRST_DESCENT_TEMPERATURE) ** progress
         )
         for side in (0, 1):
             table = table_of(pair.peaks[side])
@@ -96,6 +99,7 @@ def weighted(target: Tensor, inner: Basis, metric: HessianMetric, pair: Pair, sw
             table = table_of(pair.peaks[side])
             means[side] = _descend(target, inner, means, metric, side, table, None, sweeps.columns)
             pair.codes[side] = nearest_codes(means[side], pair.peaks[side])
+        # Peaks of both factors at once, after both have new codes. The next sweep starts from the exact values.
         pair.peaks = _fitted(target, inner, metric.sides[0], pair)
         means = [pair.values(0), pair.values(1)]
     return pair
@@ -115,24 +119,34 @@ def _descend(
 
     ``steps`` is ``Sweeps.columns``. Without a temperature the sweep is hard.
     """
-    error, hessian = target - means[0] - inner(means[1]), metric.sides[side]
-    gradient = ((inner(error) if side else error) @ hessian).T.contiguous()
-    columns, table, curvatures = means[side].T.contiguous(), table.T.contiguous(), hessian.diagonal()
+    hessian = metric.sides[side]
+    error = target - means[0] - inner(means[1])
+    if side == 1:
+        error = inner(error)  # in V's basis
+    # Transposed, [in, rows], so that a column of the factor is contiguous memory.
+    gradient = (error @ hessian).T.contiguous()
+    columns = means[side].T.contiguous()
+    table = table.T.contiguous()
+    curvatures = hessian.diagonal()
     for start in range(0, len(columns), DESCENT_BLOCK):
         stop = min(start + DESCENT_BLOCK, len(columns))
-        before, inside = columns[start:stop].clone(), hessian[start:stop, start:stop]
+        before = columns[start:stop].clone()
+        inside = hessian[start:stop, start:stop]
         for column in range(start, stop)[:steps]:
-            wanted = columns[column] + gradient[column] / curvatures[column]
-            new = _chosen(wanted, table, None if temperature is None else temperature / curvatures[column])
+            optimum = columns[column] + gradient[column] / curvatures[column]
+            # The output error is the curvature times the squared distance, so the temperature is divided by it.
+            scaled = None if temperature is None else temperature / curvatures[column]
+            new = _nearest_or_mean(optimum, table, scaled)
             gradient[start:stop].addr_(inside[column - start], new - columns[column], alpha=-1)
             columns[column] = new
+        # Columns before ``start`` are not updated: each sweep computes its gradient anew.
         gradient[stop:].addmm_(hessian[stop:, start:stop], columns[start:stop] - before, alpha=-1)
     return columns.T.contiguous()
 
 
-def _chosen(wanted: Tensor, table: Tensor, temperature: Tensor | None) -> Tensor:
+def _nearest_or_mean(optimum: Tensor, table: Tensor, temperature: Tensor | None) -> Tensor:
     """The nearest value of a table [values, rows] for each row, or at a temperature the mean of all."""
-    distances = (wanted - table).square_()
+    distances = (optimum - table).square_()
     if temperature is None:
         return table.gather(0, distances.argmin(0, keepdim=True)).squeeze(0)
     return distances.div_(-2 * temperature).softmax(0).mul_(table).sum(0)
@@ -147,9 +161,11 @@ def _fitted(target: Tensor, inner: Basis, hessian: Tensor, pair: Pair) -> list[T
         return pair.peaks
     widths = [peaks.shape[1] for peaks in pair.peaks]
     signs = [signs_of(codes, width) for codes, width in zip(pair.codes, widths, strict=True)]
+    # A row of the weight is linear in its peaks: the sum of each peak times its signs, V's turned into U's basis.
     parts = torch.cat([signs[0], inner(signs[1])], 1)  # [rows, b_u + b_v, in]
     weighted_parts = parts @ hessian
-    gram = weighted_parts @ parts.mT
+    gram = weighted_parts @ parts.mT  # [rows, b_u + b_v, b_u + b_v]
+    # Pulls towards the peaks of before, so that a singular gram has one solution.
     ridge = METRIC_RIDGE * torch.diag_embed(gram.diagonal(dim1=1, dim2=2))
     before = torch.cat(pair.peaks, 1).unsqueeze(2)
     peaks = torch.linalg.solve(gram + ridge, weighted_parts @ target.unsqueeze(2) + ridge @ before).squeeze(2)

@@ -16,5 +16,6 @@ def nf4_weight(weight: Tensor, scheme: Scheme) -> NF4Weight:
     Raises NotConverged for weights that are not finite, and for input channels that are no multiple of 64.
     """
     values = in_groups(weight, scheme).flatten(1)
-    how = Packing("nf4", *values.shape)
-    return NF4Weight(how.pack(values, slice(0, how.shape[0])), how)
+    packing = Packing("nf4", *values.shape)
+    every_row = slice(0, packing.shape[0])
+    return NF4Weight(packing.pack(values, every_row), packing)

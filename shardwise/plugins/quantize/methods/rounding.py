@@ -78,7 +78,8 @@ class Levels:
 
     def weight(self, codes: Tensor, activation_bits: int = 16) -> IntWeight:
         """The quantized weight of codes [out, in] or [out, groups, size]. ``activation_bits``: of the scheme."""
-        zero, codes = None if self.zero is None else self.zero.to(torch.int8), codes.flatten(1).to(torch.int8)
+        zero = None if self.zero is None else self.zero.to(torch.int8)
+        codes = codes.flatten(1).to(torch.int8)
         return IntWeight(codes, self.scale.to(self.dtype), zero, self.bits, activation_bits)
 
 
@@ -103,6 +104,7 @@ def stored_dtype(weight: Tensor) -> torch.dtype:
 
 def round_to_codes(values: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
     """round(values / scale + zero), clamped to the codes of ``bits``; fp32."""
+    # Zero points are integers, so they can be added after rounding.
     codes = (values / scale).round_()
     if zero is not None:
         codes += zero
@@ -150,23 +152,26 @@ def _clipped(
     low, high = _group_range(groups)
     zeros = torch.zeros_like(low)
     best = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
-    for kind in (True,) if symmetric else (True, False):
-        one = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
-        for shrink in _factors(one, search):
-            levels = _levels_between(low * shrink, high * shrink, bits, kind, dtype)
+    # Asymmetric levels include the symmetric ones with zero point 0, so both are searched and the better one stays.
+    for without_zero_points in (True,) if symmetric else (True, False):
+        # A search of its own, since the fine factors are around this kind's best coarse one.
+        candidate = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
+        for shrink in _factors(candidate, search):
+            levels = _levels_between(low * shrink, high * shrink, bits, without_zero_points, dtype)
             error = squared_error(groups, levels.rounded(groups), importance)
-            one.keep(error, levels.scale, zeros if levels.zero is None else levels.zero, shrink)
-        best.keep(one.error, one.scale, one.zero, one.factor)
+            candidate.keep(error, levels.scale, zeros if levels.zero is None else levels.zero, shrink)
+        best.keep(candidate.error, candidate.scale, candidate.zero, candidate.factor)
     return Levels(best.scale, None if symmetric else best.zero, bits, dtype)
 
 
 def squared_error(groups: Tensor, rounded: Tensor, importance: Tensor | None) -> Tensor:
-    """Squared error of each group, [out, groups]; weighted as ``clipped`` says."""
+    """Squared error of each group, [out, groups]; weighted as ``clipped`` says. ``rounded`` is overwritten."""
     difference = rounded.sub_(groups)
     if importance is None:
         return difference.square_().sum(2)
     if importance.dim() == 1:
         return difference.square_().mul_(importance.view(1, *groups.shape[1:])).sum(2)
+    # d H dᵀ for each group: out o, group g, channels i and j of the group.
     products = torch.einsum("ogi,gij->ogj", difference, importance)
     return products.mul_(difference).sum(2)
 
@@ -190,6 +195,7 @@ def _factors(best: _Best, search: Search) -> Iterable[Tensor]:
     """Coarse factors, then finer ones around the best so far of every group."""
     for factor in search.coarse:
         yield torch.full_like(best.factor, factor)
+    # Read here and not above: by now the caller has kept the best of the coarse factors.
     around = best.factor
     for difference in search.fine:
         yield around + difference
@@ -207,7 +213,8 @@ def _levels_between(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype
     if symmetric:
         return Levels(stored_scale(torch.maximum(-low, high) / largest, dtype), None, bits, dtype)
     scale = stored_scale((high - low) / (largest - smallest), dtype)
-    return Levels(scale, (smallest - low / scale).round_().clamp_(smallest, largest), bits, dtype)
+    zero = (smallest - low / scale).round_().clamp_(smallest, largest)  # ``low`` gets the smallest code
+    return Levels(scale, zero, bits, dtype)
 
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,8 +44,11 @@ class RoundToNearest(QuantizationMethod):
             return nf4_weight(weight, scheme)
         groups = in_groups(weight, scheme)
         symmetric = self.symmetric or scheme.activation_bits == 8
-        kind = scheme.bits, symmetric, stored_dtype(weight)
-        levels = clipped(groups, *kind, search=self.search) if self.clip else absmax(groups, *kind)
+        dtype = stored_dtype(weight)
+        if self.clip:
+            levels = clipped(groups, scheme.bits, symmetric, dtype, search=self.search)
+        else:
+            levels = absmax(groups, scheme.bits, symmetric, dtype)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
 
     def rehearsal(self) -> QuantizationMethod:

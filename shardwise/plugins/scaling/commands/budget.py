@@ -17,6 +17,7 @@ from shardwise.jobs.request import read_request
 if TYPE_CHECKING:
     from shardwise.plugins.scaling.budget import Limit
     from shardwise.plugins.scaling.law import Law
+    from shardwise.recipe.noise_scale import NoiseScale
     from shardwise.recipe.sections import Recipe
 
 
@@ -55,30 +56,42 @@ def command(
     replaced.
     """
     limit = _one_limit(flops, hours, tokens, serve_tokens)
-    asked, cluster = read_request(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
+    changes = list(overrides or [])
+    if law:
+        changes.append(f"law={law}")
+    resolved, cluster = read_request(recipe, changes)
+    # The request is checked before these modules are imported, which takes much longer.
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.scaling.budgeting import find_budget, noise_of_run, to_train
     from shardwise.plugins.scaling.report.budget import BudgetReport, budget_page
     from shardwise.recipe.load import dump_recipe
-    from shardwise.recipe.noise_scale import batch_sentences
 
-    judged = _recipe_law(asked, unique_tokens)
-    measured, targets = (None, 1.0) if noise is None else noise_of_run(noise)
+    recipe_law = _recipe_law(resolved, unique_tokens)
+    # Read first, so that a wrong folder costs no planning.
+    noise_and_targets = None if noise is None else noise_of_run(noise)
     with working("planning") as progress:
-        budget_choice = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
-    trained = to_train(asked, budget_choice)
-    advice = (
-        []
-        if measured is None
-        else batch_sentences(measured, trained, targets * budget_choice.plan.step.tokens)
-    )
-    report = BudgetReport(budget_choice, judged, trained.steps, trained.batch_size, unique_tokens, advice)
+        budget_choice = find_budget(resolved, cluster, limit, recipe_law, serve_tokens, progress)
+    trained = to_train(resolved, budget_choice)
+    advice = _batch_size_advice(noise_and_targets, trained, budget_choice.plan.step.tokens)
+    report = BudgetReport(budget_choice, recipe_law, trained.steps, trained.batch_size, unique_tokens, advice)
     text = report.text(explain)
     print(json.dumps(report.as_dict(), indent=1) if as_json else text)
     if write is not None:
         write_whole(write, dump_recipe(trained).encode("utf-8"))
     if html is not None:
         write_whole(html, budget_page(budget_choice, text, dump_recipe(trained)).encode("utf-8"))
+
+
+def _batch_size_advice(
+    noise_and_targets: tuple[NoiseScale, float] | None, trained: Recipe, step_tokens: float
+) -> list[str]:
+    """The sentences of a measured noise scale; [] without one. Targets are a share of the tokens of a step."""
+    from shardwise.recipe.noise_scale import batch_sentences
+
+    if noise_and_targets is None:
+        return []
+    measured, target_share = noise_and_targets
+    return batch_sentences(measured, trained, target_share * step_tokens)
 
 
 def _recipe_law(recipe: Recipe, unique_tokens: float | None) -> Law:
@@ -94,16 +107,15 @@ def _one_limit(flops: float | None, hours: float | None, tokens: float | None, s
     """The one budget of the three. Raises RecipeError for none, several or an infinite one."""
     from shardwise.plugins.scaling.budget import Limit
 
-    given = {
-        kind: amount
-        for kind, amount in (("flops", flops), ("seconds", hours and 3600 * hours), ("tokens", tokens))
-        if amount is not None
-    }
-    if len(given) != 1:
-        why = f"{len(given) or 'none'} of --flops, --hours and --tokens {'is' if len(given) < 2 else 'are'} given"
+    seconds = None if hours is None else 3600 * hours
+    options = {"flops": flops, "seconds": seconds, "tokens": tokens}
+    budgets = {kind: amount for kind, amount in options.items() if amount is not None}
+    if len(budgets) != 1:
+        verb = "is" if len(budgets) < 2 else "are"
+        why = f"{len(budgets) or 'none'} of --flops, --hours and --tokens {verb} given"
         fix = "shardwise budget RECIPE --hours 24"
         raise RecipeError("give one budget", where="command line", why=why, fix=fix)
-    ((kind, amount),) = given.items()
+    ((kind, amount),) = budgets.items()
     if math.isinf(amount + served):
         raise RecipeError("a budget must be finite", where="command line", fix="give a number")
     return Limit(kind, amount)  # type: ignore[arg-type]

@@ -56,7 +56,8 @@ def _fit_json(fit: Fit, budgets: list[float]) -> dict[str, Any]:
     from shardwise.plugins.scaling.isoflop import envelope, exponent, isoflops
     from shardwise.plugins.scaling.law import extrapolation
 
-    law, points = fit.law, fit.points
+    law = fit.law
+    points = fit.points
     vertices = [
         (isoflop.flops, isoflop.optimum[0]) for isoflop in isoflops(points) if isoflop.optimum is not None
     ]

@@ -71,7 +71,9 @@ class BudgetReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``budget --json`` prints."""
-        choice, best, plan = self.choice, self.choice.best, self.choice.plan
+        choice = self.choice
+        best = choice.best
+        plan = choice.plan
         return {
             "parameters": best.parameters,
             "tokens": self.tokens,
@@ -117,7 +119,8 @@ class BudgetReport:
         return "\n".join(lines)
 
     def _choice_lines(self) -> Iterator[str]:
-        plan, model = self.choice.plan, self.choice.best.dimensions
+        plan = self.choice.plan
+        model = self.choice.best.dimensions
         yield (
             f"{format_count(self.choice.best.parameters)} parameters on {format_count(self.tokens)} tokens"
             f"   {self.tokens_per_parameter:.3g} tokens per parameter   loss {self.loss:.4f}"
@@ -167,8 +170,8 @@ def warnings(budget: BudgetChoice, law: Law) -> Iterator[str]:
     best = budget.best
     yield from doubts(law, SizeAndTokens(best.parameters, best.tokens), best.dimensions.vocab)
     if budget.refused is not None and budget.refused[0].parameters < _BINDING * best.parameters:
-        made, why = budget.refused
-        yield f"larger models were not considered: {format_count(made.parameters)} parameters, {why}"
+        dimensions, why = budget.refused
+        yield f"larger models were not considered: {format_count(dimensions.parameters)} parameters, {why}"
 
 
 @matplotlib.rc_context(STYLE)
@@ -181,6 +184,7 @@ def budget_picture(budget: BudgetChoice, width: float = WIDE_INCHES) -> Figure:
         [size.parameters for size in sizes], [size.loss for size in sizes], "o-", color=MUTED, markersize=4
     )
     axes.plot(budget.best.parameters, budget.best.loss, "*", color=ACCENT, markersize=12)
+    # A single size makes a logarithmic axis without width.
     if max(size.parameters for size in sizes) > min(size.parameters for size in sizes):
         axes.set_xscale("log")
     axes.set_xlabel("parameters", color=INK)
@@ -206,6 +210,7 @@ svg { max-width: 100%; height: auto; }
 
 def budget_page(budget: BudgetChoice, text: str, recipe: str) -> str:
     """The text, the picture and the recipe to train, in one file without scripts."""
+    # The picture first: the text and the recipe are the user's, and may have its marker in them.
     page = _BUDGET_PAGE.replace(
         "PICTURE", svg(budget_picture(budget), "Predicted loss by model size in the budget")
     )

@@ -22,13 +22,11 @@ def standing_of(recipe: Recipe, plan: Plan) -> RunStanding | None:
         RecipeError: the recipe's law cannot be read.
     """
     tokens = recipe.steps * plan.step.tokens
-    trained = recipe.adapter is not None or recipe.model.hf is not None
-    if (
-        trained
-        or recipe.objective is not None
-        or plan.step.unit != "tokens"
-        or not (plan.parameters and tokens)
-    ):
+    if recipe.adapter is not None or recipe.model.hf is not None:
+        return None
+    if recipe.objective is not None or plan.step.unit != "tokens":
+        return None
+    if not plan.parameters or not tokens:
         return None
     return standing(read_law(recipe.law), plan.parameters, tokens, recipe.model.vocab)
 
@@ -52,10 +50,10 @@ def standing_values(run_standing: RunStanding) -> dict[str, Any]:
 
 def standing_sentences(run_standing: RunStanding, outcome: Outcome | None) -> list[str]:
     """The sentences of a report: the standing, and the loss that was measured at the end."""
-    said = run_standing.sentences()
+    sentences = run_standing.sentences()
     if run_standing.orders <= NO_PREDICTION and outcome is not None and outcome.held_out_loss is not None:
-        said.append(
+        sentences.append(
             f"measured at the end: a validation loss of {outcome.held_out_loss:.3f},"
             f" {format_change(outcome.held_out_loss / run_standing.loss - 1, 1)} from the law"
         )
-    return said
+    return sentences
