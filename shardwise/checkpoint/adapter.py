@@ -73,7 +73,8 @@ def adapter_writer(run: Run, folder: Path, checkpoint: Path | None = None) -> Ca
     parameters = parameters_of(run)
     dtype = run.options.dtypes.compute
     tensors = {name: tensor.to(dtype) for name, tensor in gathered_adapter(run, parameters).items()}
-    fingerprint, target = blueprint.base_fingerprint(run.model), folder / ADAPTER
+    fingerprint = blueprint.base_fingerprint(run.model)
+    target = folder / ADAPTER
 
     def write() -> None:
         entries = {SAVED_AS: hash_of(checkpoint / manifests.MANIFEST)} if checkpoint else {}

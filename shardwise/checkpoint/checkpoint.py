@@ -156,7 +156,8 @@ def restore_or_start(run: Run, folder: Path, fingerprint: str, say: Say, warn: W
 
     Raises like ``restore`` and ``start``.
     """
-    state, source = restore(run, folder, fingerprint, warn), run.recipe.checkpoint.start_from
+    state = restore(run, folder, fingerprint, warn)
+    source = run.recipe.checkpoint.start_from
     if state is None and source is not None:
         state = start(run, path_of(source), fingerprint, warn)
         say(f"started from {source} after {state.step} of {run.recipe.steps} steps")
@@ -234,7 +235,8 @@ def _newest_whole(checkpoints: list[Path], fix: str, warn: Warn) -> tuple[Path, 
         except Damaged as fault:
             damage.append(fault)
             if len(damage) < len(checkpoints) and _rank() == 0:
-                path, next_best = fault.path.relative_to(checkpoint.parent), checkpoints[len(damage)].name
+                path = fault.path.relative_to(checkpoint.parent)
+                next_best = checkpoints[len(damage)].name
                 warn(f"checkpoint {path} is damaged, {fault.reason}; going back to {next_best}")
     if damage:
         raise CheckpointError(

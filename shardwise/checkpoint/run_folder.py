@@ -225,7 +225,8 @@ def require_base_in_place(folder: Path, recipe: Recipe) -> None:
 
 def read_job(folder: Path) -> tuple[Recipe, Plan]:
     """The resolved recipe and the plan of a run folder. Raises RecipeError and DataError."""
-    recipe, path = load_run_recipe(folder), folder / PLAN
+    recipe = load_run_recipe(folder)
+    path = folder / PLAN
     plan = read_plan(path, SETTINGS, AXES)
     for setting in SETTINGS:
         if setting.key not in plan.strategy.values:

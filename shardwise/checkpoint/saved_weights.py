@@ -49,7 +49,8 @@ class SavedWeights:
 
     def read(self, name: str) -> Tensor:
         """One unsharded tensor, on the CPU."""
-        entry, files = self._tensors[name], ShardFiles(self.checkpoint)
+        entry = self._tensors[name]
+        files = ShardFiles(self.checkpoint)
         whole = torch.empty(entry.shape, dtype=DTYPES_BY_NAME[entry.dtype])
         for piece in entry.pieces:
             ends = zip(piece.offsets, piece.sizes, strict=True)

@@ -45,7 +45,8 @@ class Saver:
         """Save the run after ``state.step`` steps. Collective. Raises like ``checkpoint.save``."""
         self.wait()
         share_buffers(self._run)
-        checkpoints, keep = self._folder / CHECKPOINTS, self._run.recipe.checkpoint.keep
+        checkpoints = self._folder / CHECKPOINTS
+        keep = self._run.recipe.checkpoint.keep
         checkpoint = checkpoints / f"step-{state.step}"
         if self._background is None:
             save_checkpoint(self._run, state, checkpoints, keep, self._fingerprint)
@@ -98,7 +99,8 @@ class _Background:
         Thread(target=work, name="checkpoint", daemon=True).start()
 
     def wait(self) -> None:
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.result()
             self._after()

@@ -106,8 +106,10 @@ def _layout_of(items: Sequence[WriteItem]) -> tuple[list[WriteItem], bytes, int]
     offsets: dict[str, Any] = {}
     end = 0
     for item in ordered:
-        name, chunk = item.index.fqn, _chunk_metadata(item)
-        start, end = end, end + chunk.sizes.numel() * _dtype(item).itemsize
+        name = item.index.fqn
+        chunk = _chunk_metadata(item)
+        start = end
+        end += chunk.sizes.numel() * _dtype(item).itemsize
         header[name] = {
             "dtype": STORED_DTYPES[_dtype(item)],
             "shape": list(chunk.sizes),

@@ -70,7 +70,8 @@ def keep_writing() -> None:
 def _unbroken(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """The same stream with the same buffering, on an `_Unbroken` file."""
     stream.flush()
-    raw, buffer = _Unbroken(stream.fileno(), "w", closefd=False), cast("Any", stream.buffer)
+    raw = _Unbroken(stream.fileno(), "w", closefd=False)
+    buffer = cast("Any", stream.buffer)
     below: Any = raw if isinstance(buffer, io.RawIOBase) else io.BufferedWriter(raw)
     return io.TextIOWrapper(
         below,

@@ -58,7 +58,8 @@ def tokens_rate(rate: float, unit: str = "tokens") -> str:
     for larger in ("k ", "M ", "G "):
         if rate < 999.5:
             break
-        rate, prefix = rate / 1000, larger
+        rate /= 1000
+        prefix = larger
     return f"{rate:.{2 if rate < 9.995 else 1 if rate < 99.95 else 0}f} {prefix}{unit}/s"
 
 

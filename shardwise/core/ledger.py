@@ -59,7 +59,8 @@ class Ledger:
         """
         raw = {k: v + blocks * (getattr(deeper, k) - v) for k, v in self.as_dict().items()}
         positive = {k: max(0, v) for k, v in raw.items()}
-        total, kept = max(0, sum(raw.values())), sum(positive.values())
+        total = max(0, sum(raw.values()))
+        kept = sum(positive.values())
         if total == kept:
             return Ledger(**positive)
         scaled = {k: v * total // kept for k, v in positive.items()}

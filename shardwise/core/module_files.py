@@ -36,7 +36,8 @@ def require_defined(target: str, where: str) -> None:
         raise RecipeError("cannot be imported", where=where, why=why, fix=fix)
     names = set(_names(spec))
     if name not in names and _ANY not in names:
-        why, fix = f"{spec.origin} has no {name!r}", did_you_mean(name, names)
+        why = f"{spec.origin} has no {name!r}"
+        fix = did_you_mean(name, names)
         raise RecipeError("cannot be imported", where=where, why=why, fix=fix)
 
 

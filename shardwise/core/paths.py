@@ -39,7 +39,8 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        why, fix = f"{path.parts[0]} has no home folder here", "write the whole path"
+        why = f"{path.parts[0]} has no home folder here"
+        fix = "write the whole path"
         raise RecipeError("a path cannot be read", where=str(path), why=why, fix=fix) from None
 
 
@@ -74,7 +75,8 @@ def seen_from(path: str, folder: Path) -> str:
 
     A path that leads to nothing stays whole: its end could be taken for an id.
     """
-    inner, above = Path(path), folder.absolute()
+    inner = Path(path)
+    above = folder.absolute()
     below = inner.is_absolute() and inner.is_relative_to(above) and not is_gone(path)
     return str(inner.relative_to(above)) if below else path
 

@@ -265,7 +265,8 @@ class Plan:
     @property
     def parameters_in_words(self) -> str:
         """The number of parameters, and how many of them are trained if not all are."""
-        trained, whole = self.trained_parameters, format_count(self.parameters)
+        trained = self.trained_parameters
+        whole = format_count(self.parameters)
         if trained is None or trained == self.parameters:
             return f"{whole} parameters"
         return f"{format_count(trained)} of {whole} parameters trained"
@@ -373,7 +374,8 @@ def read_plan(path: Path, settings: Sequence[Setting[Any]], axes: Sequence[Axis]
                 setting.parse(strategy.values.get(setting.key, setting.default))
             except ValueError as error:
                 raise unusable(f"{path}: strategy.{setting.key}", str(error)) from error
-    degrees, names = plan.layout.degrees, [axis.name for axis in axes]
+    degrees = plan.layout.degrees
+    names = [axis.name for axis in axes]
     if list(degrees) != names or plan.layout.world_size != plan.world_size:
         why = f"it must have the axes {', '.join(names)}, in all {plan.world_size} devices"
         raise unusable(f"{path}: layout", why)

@@ -19,7 +19,8 @@ _LOGGERS = ("torchao", "torch.utils._pytree")
 def quiet_torchao() -> Iterator[None]:
     """Within it torchao is imported without its C++ extensions, and its import logs errors only."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels, before = [logger.level for logger in loggers], os.environ.get(_FLAG)
+    levels = [logger.level for logger in loggers]
+    before = os.environ.get(_FLAG)
     os.environ[_FLAG] = "1"
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -60,7 +60,9 @@ def scheme_of(name: str) -> Scheme:
             fix="give w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits; groups of "
             f"{', '.join(map(str, GROUPS))}), fp8 or nf4",
         )
-    bits, activation_bits, group = int(match[1]), int(match[2]), int(match[3]) if match[3] else None
+    bits = int(match[1])
+    activation_bits = int(match[2])
+    group = int(match[3]) if match[3] else None
     if group is not None and group not in GROUPS:
         raise RecipeError(
             f"no kernel has groups of {group}",

@@ -323,7 +323,8 @@ class Layout:
 
     def stride(self, axis: Axis | str) -> int:
         """Distance in ranks between neighbours along ``axis`` (row-major rank numbering)."""
-        stride, fastest = 1, _axis_name(axis).rpartition("+")[2]
+        stride = 1
+        fastest = _axis_name(axis).rpartition("+")[2]
         for other, degree in reversed(self.axes):
             if other.name == fastest:
                 return stride

@@ -110,11 +110,13 @@ def _scaled(value: float, base: int, units: tuple[str, ...], gap: str = "") -> s
     """`value` in the largest unit in which it prints as at least 1; whole bytes without decimals."""
     if not math.isfinite(value):
         return str(value)
-    size, index = abs(value), 0
+    size = abs(value)
+    index = 0
     while index + 1 < len(units) and size >= base * (
         1 - 0.5e-4
     ):  # a value that prints as 1024 or 1000 takes the next unit
-        size, index = size / base, index + 1
+        size /= base
+        index += 1
     number = f"{size:.0f}" if index == 0 and size == int(size) else _digits(size)
     return f"{MINUS if value < 0 else ''}{number}{gap}{units[index]}"
 

@@ -59,9 +59,11 @@ class Data:
         masking: Masking | None = None,
         fingerprints: Mapping[str, str] | None = None,
     ) -> None:
-        self.fingerprint, self.tokenizer = splits.fingerprint, tokenizer
+        self.fingerprint = splits.fingerprint
+        self.tokenizer = tokenizer
         self.vocab = tokenizer.vocab if tokenizer else None
-        self._train, self._masking = splits.train, masking
+        self._train = splits.train
+        self._masking = masking
         self._batch_size, self._seed = recipe.batch_size, recipe.seed
         self._unit, self._unit_samples = recipe.unit, recipe.unit_samples
         self._sets = {OWN_SET: splits.held_out, **(sets or {})}
@@ -121,7 +123,8 @@ class Data:
         first `evaluation.sequences` of them (all, if there are fewer), evaluation 1 the next, and so on, cyclically.
         The recipe's seed and the step do not change the samples of an index. The list is empty if nothing is held out.
         """
-        dataset, samples = self._sets[name], self._evaluated(index, name)
+        dataset = self._sets[name]
+        samples = self._evaluated(index, name)
         slots = deal(len(samples), rank, degree, micro_batch_size)
         return self._batches(dataset, samples, ("held out", _HELD_OUT_SEED, index), slots)
 
@@ -201,7 +204,8 @@ def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Samp
     Raises:
         DataError: rows differ in names, shapes or dtypes.
     """
-    rows, fill = [row for row in rows if PADDING not in row] or rows, dataset.fill
+    rows = [row for row in rows if PADDING not in row] or rows
+    fill = dataset.fill
     packed = "starts" in rows[0]
     try:
         batch = {

@@ -309,7 +309,8 @@ def grouped(items: Iterator[T], size_of: Callable[[T], int]) -> Iterator[list[T]
         size += size_of(item)
         if size >= _BATCH_BYTES or len(group) == _BATCH_PIECES:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 

@@ -134,7 +134,8 @@ def held_out_records(hashes: npt.NDArray[np.uint64], fraction: float) -> npt.NDA
 
 def _record_sentences(train: Completions, held_out: Completions, spec: DataSpec) -> list[str]:
     """Description of the records."""
-    header, encoder = train.cache.header, train.encoder
+    header = train.cache.header
+    encoder = train.encoder
     how = "detected" if spec.format == "auto" else "as data.format says"
     template = encoder.template if train.chats and spec.train_on != "all" else None
     way = template.way if template else ""

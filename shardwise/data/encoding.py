@@ -96,8 +96,11 @@ class Encoder:
     documents, row, empty = 1, EXAMPLE, 0
 
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer, pairs: bool = False) -> None:
-        self.format, self.tokenizer, self.template = name, tokenizer, tokenizer.chat
-        self._all, self._pairs = spec.train_on == "all", pairs
+        self.format = name
+        self.tokenizer = tokenizer
+        self.template = tokenizer.chat
+        self._all = spec.train_on == "all"
+        self._pairs = pairs
         self._today = date.fromisoformat(spec.date) if spec.date else date.today()
         self._length = spec.sequence_length if spec.too_long == "split" else None
         reads: frozenset[str] = frozenset()
@@ -200,7 +203,8 @@ class Encoder:
                     tokens.append(self.tokenizer.separator)
                     trained.append(bool(text.spans))
             if isinstance(example, Completed) and (whole := self.tokenizer.begun(tokens)) is not tokens:
-                tokens, trained = whole, [False, *trained]
+                tokens = whole
+                trained = [False, *trained]
             if self._all:
                 trained = [True] * len(tokens)
             encoded.append(Encoded(tokens, trained, sum(text.endless for text in parts)))

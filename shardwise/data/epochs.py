@@ -30,7 +30,8 @@ def with_steps(recipe: Recipe) -> Recipe:
     if recipe.epochs is None:
         return recipe
     if recipe.data.stream_window is not None:
-        where, why = f"epochs: {recipe.epochs:g}", "a stream's length is not known before it is read"
+        where = f"epochs: {recipe.epochs:g}"
+        why = "a stream's length is not known before it is read"
         raise RecipeError("a stream has no epochs", where=where, why=why, fix="give steps")
     tokenizer = tokenizer_of(recipe.data)
     sequences = 0

@@ -73,7 +73,8 @@ class Mixture(Dataset):
 
     def samples(self, step: int, batch_size: int, seed: int) -> list[int]:
         samples: list[int] = []
-        position, end = step * batch_size, (step + 1) * batch_size
+        position = step * batch_size
+        end = (step + 1) * batch_size
         while position < end:
             block, offset = divmod(position, BLOCK_SIZE)
             taken = min(BLOCK_SIZE - offset, end - position)
@@ -89,7 +90,8 @@ class Mixture(Dataset):
 
     def _sample_at(self, source: int, block: int, slot: int, seed: int) -> int:
         """The sample in a slot of a block, which is one of the slots of a dataset."""
-        count, size = self.counts[source], self._datasets[source].epoch
+        count = self.counts[source]
+        size = self._datasets[source].epoch
         # The slots of a dataset number its draws: those of block b are b * count .. (b + 1) * count - 1.
         draw = block * count + slot - int(self._ends[source]) + count
         epoch, position = divmod(draw, size)

@@ -170,7 +170,8 @@ def _file_system(name: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        why, fix = "the package fsspec is not installed", install("hf")
+        why = "the package fsspec is not installed"
+        fix = install("hf")
         raise DataError("cannot read a URL", where=name, why=why, fix=fix) from None
     system, location = url_to_fs(name)
     return system, location

@@ -117,7 +117,8 @@ def opener_of(
         raise _unsuitable(spec, name, kind, fields, objective)
     no_format = fields and name == "text" and spec.format == "auto" and spec.text_key not in fields
     if no_format and (meant := misspelt(sorted(fields), _needed(kind))):
-        what, why = f"no '{spec.text_key}'", f"its first record has {', '.join(sorted(fields))}"
+        what = f"no '{spec.text_key}'"
+        why = f"its first record has {', '.join(sorted(fields))}"
         fix = f"{meant} If not, set data.text_key to the field that holds the text"
         raise DataError(what, where=spec.source, why=why, fix=fix)
     return opener
@@ -141,7 +142,8 @@ def _unsuitable(
     spec: DataSpec, name: str, kind: str, fields: Collection[str], objective: tuple[str, str]
 ) -> DataError:
     """The error for records of a format that a kind, or a stream, has no samples of."""
-    why, fix = f"its records are of the format {name}", ""
+    why = f"its records are of the format {name}"
+    fix = ""
     if spec.format == "auto" and spec.text_key not in fields and name == "text":
         why = (
             f"its first record has {', '.join(sorted(fields))}" if fields else "it has no records with fields"
@@ -156,7 +158,8 @@ def _unsuitable(
         fix = misspelt(sorted(fields), _needed(kind)) or f"{give}, or leave {key} out"
     elif name in ("preference", "unpaired"):
         what = f"the {kind} objective needs one text or completion per record"
-        why, fix = "these are preferences", f"set objective: {'dpo' if name == 'preference' else 'kto'}"
+        why = "these are preferences"
+        fix = f"set objective: {'dpo' if name == 'preference' else 'kto'}"
     elif kind == "masked":
         what = "the masked objective needs plain text"
         fix = "give text, or name the field with it in data.text_key"

@@ -39,7 +39,9 @@ def best_fit(
             if not open_by_room[free]:
                 rooms ^= 1 << free
         else:
-            free, sequence, sequences = room, sequences, sequences + 1
+            free = room
+            sequence = sequences
+            sequences += 1
         sequence_of[record] = sequence
         if left := free - length:
             open_by_room.setdefault(left, []).append(sequence)

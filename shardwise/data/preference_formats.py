@@ -119,7 +119,8 @@ def labelled_of(record: Record, template: bool) -> Labelled:
     value = fields[key]
     label = _DESIRABLE.get(str(value).lower())  # CSV has texts
     if label is None:
-        what, why = f"'{key}' is {value!r}", "a completion is desirable or it is not"
+        what = f"'{key}' is {value!r}"
+        why = "a completion is desirable or it is not"
         raise DataError(what, where=where, why=why, fix="write true or false")
     bare = Record({name: value for name, value in fields.items() if name not in LABELS}, where)
     name = next((name for name, field in PROMPT_FIELDS.items() if fields.get(field) is not None), "prompt")
@@ -129,7 +130,8 @@ def labelled_of(record: Record, template: bool) -> Labelled:
         if asked is not bare:
             said = [{"role": "assistant", "content": text_in(answer, output, where)}]
             others = {key: value for key, value in asked.fields.items() if key != output}
-            bare, name = Record({**others, "completion": said}, where), "prompt"
+            bare = Record({**others, "completion": said}, where)
+            name = "prompt"
     example = example_of(bare, name, empty=True)
     if isinstance(example, Completed):
         return Labelled(replace(example, only_last=True), label, TEXT_KEYS[name] | set(LABELS))
@@ -156,7 +158,8 @@ def margin_of(fields: Mapping[str, object], where: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise DataError("'margin' is not a number", where=where, why=f"it is {value!r}", fix="write a number")
     if not abs(value) <= _LARGEST_MARGIN:
-        why, fix = f"it is {shorten(str(value), 40)}", f"write a number of at most {_LARGEST_MARGIN:g}"
+        why = f"it is {shorten(str(value), 40)}"
+        fix = f"write a number of at most {_LARGEST_MARGIN:g}"
         raise DataError("'margin' is too large", where=where, why=why, fix=fix)
     return float(value)
 
@@ -171,7 +174,9 @@ def _text_pair(fields: Mapping[str, object], where: str) -> tuple[Completed, Com
         if not at and chosen != rejected:
             fix = "name the prompt's field 'prompt', or begin both with it; an empty 'prompt' says that there is none"
             raise _no_prompt(fields, where, "the texts begin differently", fix)
-        prompt, chosen, rejected = chosen[:at], chosen[at:], rejected[at:]
+        prompt = chosen[:at]
+        chosen = chosen[at:]
+        rejected = rejected[at:]
     else:
         prompt = text_in(fields["prompt"], "prompt", where)
     return Completed(((prompt, chosen),)), Completed(((prompt, rejected),))
@@ -221,7 +226,8 @@ def _chats(record: Record) -> tuple[Chat, Chat]:
         if fields.get("prompt") is not None:
             text = text_in(fields["prompt"], "prompt", where)
             if all(side[0].role == "assistant" for side in sides):
-                prompt, repeated = (Turn("user", text),), False
+                prompt = (Turn("user", text),)
+                repeated = False
             elif text.strip() not in [turn.text.strip() for turn in prompt]:
                 raise DataError(
                     "'prompt' is not a turn that chosen and rejected begin with",

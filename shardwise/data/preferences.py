@@ -80,7 +80,9 @@ class Preferences(CachedDocuments):
         return np.append(tokens, self.tokenizer.separator), np.arange(end - start) == end - start - 1
 
     def sample(self, index: int) -> Sample:
-        pairs, documents, separator = self.members(index), self.documents_in(index), self.tokenizer.separator
+        pairs = self.members(index)
+        documents = self.documents_in(index)
+        separator = self.tokenizer.separator
         if self.packed:
             row = document_row(documents, self.length, separator)
             inputs = self.inputs_in(index)
@@ -197,9 +199,11 @@ def divide_preferences(
     untrained = np.any(firsts > room, axis=1)
     equal = ~untrained & (room[:, 0] == room[:, 1]) & (room[:, 0] < rows["shared"][:, 0])
     if spec.too_long == "drop":
-        fits, left_out = ~cut, LeftOut(long=int(cut.sum()))
+        left_out = LeftOut(long=int(cut.sum()))
+        fits = ~cut
     else:
-        fits, left_out = ~untrained & ~equal, LeftOut(0, int(untrained.sum()), int(equal.sum()))
+        left_out = LeftOut(0, int(untrained.sum()), int(equal.sum()))
+        fits = ~untrained & ~equal
     is_held_out = held_out_records(hashes[fits], spec.held_out)
     if scored:
         firsts = room

@@ -95,7 +95,8 @@ class PromptDataset(TokenDataset):
 
 def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
     """The prompts of a source. Raises DataError if a record has none, or all are too long."""
-    spec, name = opened.spec, opened.source.name
+    spec = opened.spec
+    name = opened.source.name
     longest = opened.prompt_tokens or spec.sequence_length - 1
     reader = _Reader(spec, opened.format, opened.tokenizer)
     tokens: list[list[int]] = []
@@ -155,7 +156,8 @@ class _Reader:
 
     def tokens(self, record: Record) -> tuple[list[int], list[int]]:
         """The prompt, and what follows the end of its answer. Raises DataError if the record has no such prompt."""
-        name, field = self._name, PROMPT_FIELDS[self._name]
+        name = self._name
+        field = PROMPT_FIELDS[self._name]
         if record.fields.get(field) is None:
             why = f"data.format is {name}, and the record has {', '.join(record.fields) or 'nothing'}"
             fix = misspelt(record.fields, [field]) or f"give every record {field}"
@@ -181,7 +183,8 @@ class _Reader:
         if not asked:
             why, fix = "it has the assistant's turn alone", "begin with the user's"
             raise DataError("no prompt", where=f"{record.where}: {field}", why=why, fix=fix)
-        template, opened = require_template(self._tokenizer), replace(chat, turns=asked)
+        template = require_template(self._tokenizer)
+        opened = replace(chat, turns=asked)
         template.checked(opened, record.where, self._today)
         prompt = self._tokenizer.encode(template.text(opened, record.where, self._today, opening=True))
         if self._closing is None:  # it depends on the template alone

@@ -145,14 +145,16 @@ def _read_text_file(path: Path) -> Iterator[TextPiece]:
             data = rest + file.read(PIECE_BYTES - len(rest))
             at_end = len(data) < PIECE_BYTES
             cut = len(data) if at_end else _piece_length(data)
-            piece, rest = data[:cut], data[cut:]
+            piece = data[:cut]
+            rest = data[cut:]
             _check_text(piece, path, line, offset)
             bare = piece.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else piece
             # The last piece may be empty; it ends the document.
             yield TextPiece(bare, ends=at_end)
             if at_end:
                 return
-            line, offset = line + piece.count(b"\n"), offset + cut
+            line += piece.count(b"\n")
+            offset += cut
 
 
 def _piece_length(data: bytes) -> int:
@@ -168,12 +170,15 @@ def _piece_length(data: bytes) -> int:
 
 def _check_text(data: bytes, path: Path, line: int, offset: int) -> None:
     """Raise DataError at the first byte of `data` that is not text. `data` starts at `line` and `offset`."""
-    bad, what, why = data.find(0), "NUL in text", "the file is damaged, binary or UTF-16"
+    bad = data.find(0)
+    what = "NUL in text"
+    why = "the file is damaged, binary or UTF-16"
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
         if bad < 0 or error.start < bad:
-            bad, what = error.start, "text is not UTF-8"
+            bad = error.start
+            what = "text is not UTF-8"
             why = f"byte 0x{data[bad]:02x}: {error.reason}"
     if bad >= 0:
         where = _line_position(path, line + data.count(b"\n", 0, bad), offset + bad)
@@ -213,7 +218,8 @@ def _rows_of_jsonl(path: Path, skip: int) -> Iterator[tuple[object, str]]:
                     fix="write one JSON object a line",
                 )
             if skip and line.strip(b"\xef\xbb\xbf \t\r\n\v\f"):
-                skip, offset = skip - 1, offset + len(line)
+                skip -= 1
+                offset += len(line)
                 continue
             _check_text(line, path, number, offset)
             bare = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line

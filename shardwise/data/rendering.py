@@ -181,9 +181,12 @@ def _unmarked(marked: str, plane: int, count: int) -> Rendered:
     parts = _marks_of(plane).split(marked)  # text, mark, text, mark, ..., text
     spans: list[list[TextSpan]] = [[] for _ in range(count)]
     generated: list[TextSpan] = []
-    owner, opened, end = _OUTSIDE, 0, len(parts[0])
+    owner = _OUTSIDE
+    opened = 0
+    end = len(parts[0])
     for mark, text in zip(parts[1::2], parts[2::2], strict=True):
-        code, start = ord(mark) - plane, end
+        code = ord(mark) - plane
+        start = end
         end += len(text)
         if code == _OPENED:
             opened = start

@@ -64,7 +64,8 @@ class Permutation:
 
     def _encrypt(self, numbers: Indices) -> Indices:
         """A bijection on 0..2^k-1: each round masks one half with a function of the other."""
-        low, high = numbers & self._low_mask, numbers >> self._low_bits
+        low = numbers & self._low_mask
+        high = numbers >> self._low_bits
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             high = high ^ (_mix(low ^ even) & self._high_mask)
             low = low ^ (_mix(high ^ odd) & self._low_mask)
@@ -88,7 +89,8 @@ def samples_of_step(step: int, batch_size: int, size: int, seed: int, streamed: 
     if step < 0:
         raise ValueError(f"steps count from 0, not {step}")
     samples: list[int] = []
-    position, end = step * batch_size, (step + 1) * batch_size
+    position = step * batch_size
+    end = (step + 1) * batch_size
     while position < end:
         epoch, offset = divmod(position, size)
         taken = min(size - offset, end - position)

@@ -155,7 +155,8 @@ class SavedDataset(FileSource):
         self._check_unchanged()
 
     def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
-        rows, first = self._rows(), position or 0
+        rows = self._rows()
+        first = position or 0
         later = rows.select(range(first, len(rows)))
         for piece, ended in after(pieces_of_rows(self.name, later, self._text_key, first), 0):
             yield piece, first + ended
@@ -292,7 +293,9 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
     Links to folders are followed last: a folder that is also here itself is read once, under its own path.
     """
-    folders, links, seen = [folder], list[Path](), set[Path]()
+    folders = [folder]
+    links = list[Path]()
+    seen = set[Path]()
     while folders or links:
         current = folders.pop() if folders else links.pop(0)
         if (real := current.resolve()) in seen:
@@ -329,7 +332,8 @@ def _named_file(path: Path) -> Path:
     elif not path.is_file():
         why, fix = "it is a device, a pipe or a socket", "copy its content into a file"
     elif not is_data_file(path):
-        why, fix = f"its name ends in none of {', '.join(SUFFIXES)}", "rename it, or narrow data.source"
+        why = f"its name ends in none of {', '.join(SUFFIXES)}"
+        fix = "rename it, or narrow data.source"
     if why:
         raise DataError("not a data file", where=str(path), why=why, fix=fix)
     return path

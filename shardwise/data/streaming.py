@@ -76,8 +76,11 @@ class StreamedText(TokenDataset):
     def __init__(self, opened: OpenedSource) -> None:
         spec, source, tokenizer = opened.spec, opened.source, opened.tokenizer
         assert spec.stream_window is not None
-        self.tokenizer, self.length = tokenizer, spec.sequence_length
-        self._opened, self._source, self._held_out = opened, source, spec.held_out
+        self.tokenizer = tokenizer
+        self.length = spec.sequence_length
+        self._opened = opened
+        self._source = source
+        self._held_out = spec.held_out
         self._sequences = max(1, spec.stream_window // self.length)
         self._size = self._sequences * self.length
         parts = [source.content(), tokenizer.fingerprint, self.length, self._held_out, self._size]
@@ -164,7 +167,8 @@ class StreamedText(TokenDataset):
         return self._open[number]
 
     def _written(self, number: int) -> TokenCache:
-        writer, cursor = self._ahead.pop(number, None), self._cursors[number]
+        writer = self._ahead.pop(number, None)
+        cursor = self._cursors[number]
         if writer is not None:  # the cache is there when it ends
             writer.join()
         cache = self._cache(number, cursor)
@@ -197,7 +201,9 @@ class StreamedText(TokenDataset):
         """Write a window's two data files; return the header, with the cursor of the next window."""
         dtype = self.tokenizer.dtype.newbyteorder("<")
         held_out: list[_Document] = []
-        missing, documents, skip = self._size + 1, 0, cursor.skip
+        missing = self._size + 1
+        documents = 0
+        skip = cursor.skip
         with data_files(work, ("tokens.bin", "documents.bin")) as outputs:
 
             def append(tokens: Tokens, end: int, text_hash: int) -> None:
@@ -208,7 +214,8 @@ class StreamedText(TokenDataset):
                     held_out += [document] if is_first and document.epoch == 0 else []
                     continue
                 taken = document.tokens[skip : skip + missing]
-                missing, documents = missing - len(taken), documents + 1
+                missing -= len(taken)
+                documents += 1
                 append(taken, self._size + 1 - missing, document.hash)
                 if not missing:
                     break
@@ -245,7 +252,8 @@ class StreamedText(TokenDataset):
         while True:
             empty, trained = True, False
             for document in self._one_pass(epoch, position):
-                empty, trained = False, trained or not self._holds_out(document)
+                empty = False
+                trained = trained or not self._holds_out(document)
                 yield document
             if not trained and position is None:  # another pass would find none either
                 why = (
@@ -259,7 +267,8 @@ class StreamedText(TokenDataset):
                     why=f"all its documents {why}",
                     fix="check data.source" if empty else "lower data.held_out, or give more documents",
                 )
-            epoch, position = epoch + 1, None
+            epoch += 1
+            position = None
 
     def _holds_out(self, document: _Document) -> bool:
         """As `text.split_text`."""
@@ -268,7 +277,8 @@ class StreamedText(TokenDataset):
     def _one_pass(self, epoch: int, position: SourcePosition) -> Iterator[_Document]:
         """The documents of one pass that are not empty, tokenized some MiB at a time."""
         parts: list[Tokens] = []
-        text, tokenizer = xxhash.xxh3_64(), self.tokenizer
+        text = xxhash.xxh3_64()
+        tokenizer = self.tokenizer
         separator = np.array([tokenizer.separator], dtype=tokenizer.dtype)
         begin = [] if tokenizer.begin is None else [np.array([tokenizer.begin], dtype=tokenizer.dtype)]
         pieces = self._source.pieces_from(position)
@@ -280,19 +290,22 @@ class StreamedText(TokenDataset):
                 if not piece.ends:
                     continue
                 if parts:
-                    begins, ends = parts[0][0] == tokenizer.begin, parts[-1][-1] == tokenizer.separator
+                    begins = parts[0][0] == tokenizer.begin
+                    ends = parts[-1][-1] == tokenizer.separator
                     whole = np.concatenate(
                         [*([] if begins else begin), *parts, *([] if ends else [separator])]
                     )
                     yield _Document(epoch, position, whole, text.intdigest())
-                parts, position = [], behind
+                parts = []
+                position = behind
                 text.reset()
 
 
 def open_stream(opened: OpenedSource) -> Splits[TokenDataset]:
     """A source in windows. Raises DataError if its first window has no held-out sequence."""
     require_maskable(opened)
-    spec, train = opened.spec, StreamedText(opened)
+    train = StreamedText(opened)
+    spec = opened.spec
     held_out = train.held_out()
 
     def sentences() -> list[str]:

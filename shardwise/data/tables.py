@@ -32,7 +32,9 @@ def rows_of_list(data: bytes, path: Path) -> Iterator[tuple[object, str]]:
         DataError: it is no list, or is cut off.
     """
     text = data.decode("utf-8-sig")
-    at, number, decoder = text.index("[") + 1, 0, json.JSONDecoder()
+    at = text.index("[") + 1
+    number = 0
+    decoder = json.JSONDecoder()
     while True:
         at = _after_blanks(text, at)
         if text[at : at + 1] == "]":
@@ -65,7 +67,8 @@ def rows_of_csv(data: bytes, path: Path) -> Iterator[tuple[dict[str, object], st
     line = 1
     try:
         for row in reader:
-            where, line = f"{path}:{line}", reader.line_num + 1
+            where = f"{path}:{line}"
+            line = reader.line_num + 1
             if not row:
                 continue
             if header is None:
@@ -128,7 +131,8 @@ class ParquetRows:
 
     def values(self, name: str, skip: int) -> Iterator[object]:
         """The values of a column, behind `skip` rows; their row groups are not read."""
-        groups, first = self._file.metadata, 0
+        groups = self._file.metadata
+        first = 0
         while first < groups.num_row_groups and self.number + groups.row_group(first).num_rows <= skip:
             self.number += groups.row_group(first).num_rows
             first += 1

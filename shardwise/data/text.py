@@ -78,14 +78,17 @@ class Stream:
         """Where the tokens of a sequence are in the file, as (start, end), one for each run. Raises IndexError."""
         if not 0 <= index < self.sequences:
             raise IndexError(f"sequence {index} of {self.sequences}")
-        position, missing = index * self.length, self.length + 1
+        position = index * self.length
+        missing = self.length + 1
         run = int(np.searchsorted(self.offsets, position, side="right")) - 1
         spans = []
         while missing:
             start = int(self.starts[run]) + position - int(self.offsets[run])
             taken = min(missing, int(self.offsets[run + 1]) - position)
             spans.append((start, start + taken))
-            position, missing, run = position + taken, missing - taken, run + 1
+            position += taken
+            missing -= taken
+            run += 1
         return spans
 
     def positions(self, index: int, starts: TokenIds) -> TokenIds:
@@ -126,7 +129,8 @@ def split_text(
     # The hash is uniform over 64 bits, so this share of the documents is below the bound.
     is_held_out = documents["hash"] < np.uint64(int(fraction * 2.0**64))
     edges = np.flatnonzero(is_held_out[1:] != is_held_out[:-1]) + 1
-    first, last = np.concatenate([[0], edges]), np.concatenate([edges, [len(is_held_out)]]) - 1
+    first = np.concatenate([[0], edges])
+    last = np.concatenate([edges, [len(is_held_out)]]) - 1
     side = is_held_out[first]
     train, held_out = (
         Stream.of_runs(tokens, starts[first[runs]], ends[last[runs]], length) for runs in (~side, side)
@@ -173,7 +177,8 @@ class PlainText(TokenDataset):
 
     def sample(self, index: int) -> Sample:
         tokens = self.stream.sequence(index).astype(np.int64)
-        inputs, labels = tokens[:-1], tokens[1:]
+        inputs = tokens[:-1]
+        labels = tokens[1:]
         if self.starts is None:
             return {"input_ids": inputs, "labels": labels}
         positions = self.stream.positions(index, self.starts)

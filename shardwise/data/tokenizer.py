@@ -260,7 +260,8 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        where, fix = f"character {error.start} of {shorten(ascii(text), 60)}", "write it in UTF-8"
+        where = f"character {error.start} of {shorten(ascii(text), 60)}"
+        fix = "write it in UTF-8"
         raise DataError("text is not Unicode", where=where, why=error.reason, fix=fix) from None
 
 

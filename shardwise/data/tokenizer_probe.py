@@ -40,7 +40,8 @@ def tokenizer_differences(tokenizer: Tokenizer, source: str) -> Iterator[str]:
     except Exception:  # transformers is not installed, or the folder lacks files that only it needs
         return
     for probe in PROBES:
-        ours, theirs = tokenizer.encode(probe), list(other.encode(probe, add_special_tokens=False))
+        ours = tokenizer.encode(probe)
+        theirs = list(other.encode(probe, add_special_tokens=False))
         if ours != theirs:
             said = shorten(one_line(repr(probe)), 40)
             yield (

@@ -79,7 +79,8 @@ def turns_of(
 
 def _turn(item: object, keys: tuple[str, str], path: str, where: str, empty: bool) -> Turn:
     if not isinstance(item, dict):
-        why, fix = f"it is of type {json_kind(item)}", f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
+        why = f"it is of type {json_kind(item)}"
+        fix = f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
         raise DataError(f"'{path}' is not an object", where=where, why=why, fix=fix)
     spellings = (keys, ("role", "content"), ("from", "value"))
     role_key, text_key = next((pair for pair in spellings if item.get(pair[0]) is not None), keys)
@@ -92,12 +93,15 @@ def _turn(item: object, keys: tuple[str, str], path: str, where: str, empty: boo
             raise DataError(f"no '{path}.{key}'", where=where, why=why, fix=fix)
     name = item[role_key]
     if not isinstance(name, str) or name not in _ROLES:
-        where, why = f"{where}: {path}.{role_key}", f"known are {', '.join(_ROLES)}"
+        where = f"{where}: {path}.{role_key}"
+        why = f"known are {', '.join(_ROLES)}"
         raise DataError(f"unknown role {name!r}", where=where, why=why)
     role = _ROLES[name]
     content = _content_of_turn(item.get(text_key), f"{path}.{text_key}", where, calls)
     if role == "function_call":
-        role, calls, content = "assistant", _calls(parsed_json(content), f"{path}.{text_key}", where), ""
+        role = "assistant"
+        calls = _calls(parsed_json(content), f"{path}.{text_key}", where)
+        content = ""
     read = (role_key, text_key, "tool_calls", "function_call", *TRAINED_KEYS)
     more = {key: value for key, value in item.items() if key not in read and value is not None}
     for key, value in more.items():
@@ -119,7 +123,8 @@ def _trained_key(item: Mapping[str, object], path: str, where: str) -> tuple[str
         if value is None:
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            what, why = f"'{path}.{key}' is {value!r}", "an answer is trained on or it is not"
+            what = f"'{path}.{key}' is {value!r}"
+            why = "an answer is trained on or it is not"
             raise DataError(what, where=where, why=why, fix="write 0 or 1")
         return key, bool(value)
     return None, True
@@ -135,7 +140,8 @@ def _content_of_turn(
         return text_in(content, path, where)
     for number, part in enumerate(content):
         if part.get("type") != "text":
-            what, why = f"'{path}[{number}]' is not text", f"its type is {part.get('type')}"
+            what = f"'{path}[{number}]' is not text"
+            why = f"its type is {part.get('type')}"
             raise DataError(what, where=where, why=why, fix="leave it out; only text can be trained on")
         text_in(part.get("text"), f"{path}[{number}].text", where)
     return content

@@ -200,7 +200,8 @@ def with_other_prompts(
     def prompt(record: int) -> TokenIds:
         return cache.document(int(starts[record]), int(starts[record] + borders[record]))[0]
 
-    count, records = len(starts), np.arange(len(starts))
+    count = len(starts)
+    records = np.arange(len(starts))
     begins = records % known == 0
     same_length = begins[known:] & (borders[known:] == borders[:-known])
     for record in (np.flatnonzero(same_length) + known).tolist():
@@ -212,14 +213,16 @@ def with_other_prompts(
     around = np.array_equal(prompt(firsts[0]), prompt(firsts[-1]))
     cache.release()
     own = np.cumsum(begins) - 1
-    sizes, following = np.diff(firsts, append=count), (own + 1) % len(firsts)
+    sizes = np.diff(firsts, append=count)
+    following = (own + 1) % len(firsts)
     following[own == len(firsts) - 1] = int(around)
     others: TokenIds = firsts[following] + (records - firsts[own]) % sizes[following]
     return others, False
 
 
 def _label_sentences(train: Unpaired, held_out: Unpaired, left_out: LeftOut, spec: DataSpec) -> list[str]:
-    header, sides = train.cache.header, (train, held_out)
+    header = train.cache.header
+    sides = (train, held_out)
     targets = sum(side.targets for side in sides)
     filled = targets / max(1, spec.sequence_length * sum(len(side) for side in sides))
     share = sum(side.trained_targets for side in sides) / max(1, targets)

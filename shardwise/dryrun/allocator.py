@@ -198,7 +198,8 @@ class CachingAllocator:
     def _cut(self, block: MemoryBlock, size: int) -> MemoryBlock:
         """Shorten ``block`` to ``size``; the rest becomes a free (or unmapped) block behind it."""
         rest = MemoryBlock(block.pool, block.address + size, block.size - size, mapped=block.mapped)
-        rest.previous, rest.next = block, block.next
+        rest.previous = block
+        rest.next = block.next
         if rest.next is not None:
             rest.next.previous = rest
         block.next, block.size = rest, size
@@ -210,7 +211,8 @@ class CachingAllocator:
         before, after = block.previous, block.next
         if before is not None and before.free and before.mapped == block.mapped:
             block.pool.take(before)
-            block.address, block.size = before.address, before.size + block.size
+            block.address = before.address
+            block.size = before.size + block.size
             block.previous = before.previous
             if block.previous is not None:
                 block.previous.next = block
@@ -322,7 +324,8 @@ class CachingAllocator:
 
     def _unmap(self, block: MemoryBlock) -> None:
         """Release the granules that a free block covers completely."""
-        pool, granule = block.pool, block.pool.granule
+        pool = block.pool
+        granule = block.pool.granule
         start = -(-block.address // granule) * granule
         end = (block.address + block.size) // granule * granule
         if start >= end:

@@ -60,7 +60,8 @@ def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[BlockRu
         if running != (block, kind):
             if running is not None:
                 yield *running, begin, last
-            running, begin = (block, kind), allocation.born - since
+            running = (block, kind)
+            begin = allocation.born - since
         last = allocation.born - since
     if running is not None:
         yield *running, begin, last
@@ -84,7 +85,8 @@ def _kept_bytes(
         for event, size in ((allocation.born, allocation.size), (until, -allocation.size)):
             changes[block][event] = changes[block].get(event, 0) + size
     for block, mine in enumerate(changes):
-        levels, level = [], 0
+        levels = []
+        level = 0
         for event in sorted(mine):
             level += mine[event]
             levels.append((event, level))

@@ -57,7 +57,10 @@ def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:
     freed = {a.died for a in allocations if a.died is not None}
     sizes = dict(tracker.workspaces)
     places = _places(born, depth)
-    names, passes, times, latest = [STEP_START], [-1], [since], -1
+    names = [STEP_START]
+    passes = [-1]
+    times = [since]
+    latest = -1
     for time in sorted({time for time in (*born, *freed, *sizes) if time > since}):
         if time in born:
             running = born[time].micro_batch

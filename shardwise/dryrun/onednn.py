@@ -147,7 +147,9 @@ def _convolution_backward(
 ) -> Any:
     form = (stride, padding, dilation, transposed, output_padding, groups)
     backend = convolution_backend(x, weight, None, *form, bias_sizes=bias_sizes)
-    to_x, to_weight, tiles = output_mask[0], output_mask[1], _in_tiles(x, groups)
+    to_x = output_mask[0]
+    to_weight = output_mask[1]
+    tiles = _in_tiles(x, groups)
     sizes = [0]
     if backend.startswith("Slow"):
         if not transposed:

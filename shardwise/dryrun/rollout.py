@@ -24,8 +24,10 @@ def rehearse_rollout(run: Run, batch: Batch, tracker: Tracker) -> None:
 @contextmanager
 def _counted_times(tracker: Tracker, times: float) -> Iterator[None]:
     """Costs within the block count so many times, and outside of micro-batches."""
-    outer, tracker.tallies = tracker.tallies, {}
+    outer = tracker.tallies
+    tracker.tallies = {}
     yield
-    inner, tracker.tallies = tracker.tallies, outer
+    inner = tracker.tallies
+    tracker.tallies = outer
     for tally in inner.values():
         outer.setdefault(None, Tally()).add(tally, times)

@@ -179,8 +179,10 @@ def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clus
         if (pipeline := site.options.place) is not None:
             pipeline = pipeline.reduced(reduced)
             site.options.place = pipeline
-        elements, even = weights_in(site.view.model), _is_even(site)
-        modules, fake = RunningModule(site.view.model), StaticFakeMode(allow_non_fake_inputs=True)
+        elements = weights_in(site.view.model)
+        even = _is_even(site)
+        modules = RunningModule(site.view.model)
+        fake = StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
         kernels = target.kernels(cluster.devices_per_node, cluster.device.attention)
         # Seeds of the step do not change the generators of the process that plans.

@@ -35,7 +35,8 @@ def memory_snapshot(tracker: Tracker, options: AllocatorOptions) -> SnapshotValu
         [(a.born, i) for i, a in enumerate(allocations)]
         + [(a.died, i) for i, a in enumerate(allocations) if a.died is not None]
     )
-    allocator, living = CachingAllocator(options), dict[int, tuple[MemoryBlock, Allocation]]()
+    allocator = CachingAllocator(options)
+    living = dict[int, tuple[MemoryBlock, Allocation]]()
     trace: list[SnapshotValues] = [FIRST]
     for _, index in events:
         allocation = allocations[index]

@@ -110,7 +110,9 @@ def _site(context: Context, trained: bool = True) -> Site:
 
 def materialise(site: Site, device: torch.device) -> Run:
     """Allocate this rank's part of the model and of the optimizer's state. Weights are undefined until filled."""
-    options, recipe, model = site.options, site.context.recipe, site.view.model
+    options = site.options
+    recipe = site.context.recipe
+    model = site.view.model
     on_host = options.weights_on_host and has_separate_host_memory(device)
     allocate(model, device, on_host)
     frozen = {role: other.view.model for role, other in site.frozen.items()}

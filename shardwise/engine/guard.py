@@ -146,14 +146,16 @@ def judge(spec: GuardSpec, memory: GuardState, seen: Seen) -> tuple[GuardState, 
     if highest > 1:
         memory, event = _outlier(memory, seen, heights.get("loss_height", 0.0) >= EXTREME)
     else:
-        memory, event = _clean(spec, memory, seen), ""
+        memory = _clean(spec, memory, seen)
+        event = ""
     memory, verdict = _burst_over(memory, seen)
     return memory, replace(verdict, event=event, against=heights if event else {})
 
 
 def _not_finite(spec: GuardSpec, memory: GuardState, seen: Seen) -> tuple[GuardState, GuardVerdict]:
     """A skipped or torn update. It extends an open burst."""
-    burst, event = memory.burst, "skipped" if seen.skipped else "torn"
+    burst = memory.burst
+    event = "skipped" if seen.skipped else "torn"
     if burst is not None:
         memory = replace(memory, burst=replace(burst, last=seen.index))
     memory = replace(memory, skips=memory.skips + 1)

@@ -59,7 +59,8 @@ class DynamicLossScale(LossScale):
     """Backs off when gradients overflow, and grows after a number of clean steps."""
 
     def update(self, skipped: Tensor, void: Tensor | None = None) -> None:
-        spec, bad = self._spec, skipped > 0
+        spec = self._spec
+        bad = skipped > 0
         left = self._left - bad.to(torch.int32)
         clean = torch.where(bad, 0, self._clean + 1)
         lower = (self.value * spec.backoff).clamp(min=spec.floor)
@@ -117,7 +118,8 @@ class AdaptiveNormLimit(NormLimit):
     def _adaptive(self, norm: Tensor) -> Tensor:
         """ZClip's limit; infinite in the warmup, and in mode ``zclip`` for a norm that is no outlier."""
         none = torch.full_like(self._mean, math.inf)
-        z, deviation = self._spec.z, self._variance.sqrt()
+        z = self._spec.z
+        deviation = self._variance.sqrt()
         if self._spec.mode == "cap":
             limit = self._mean + z * deviation
         else:
@@ -129,7 +131,8 @@ class AdaptiveNormLimit(NormLimit):
         """Learn a norm, clipped to its adaptive limit; nothing of a skipped step."""
         norm = norm.to(torch.float32)
         norm = norm.minimum(self._adaptive(norm))
-        warming, bad = self._seen < NORM_WARMUP, skipped > 0
+        warming = self._seen < NORM_WARMUP
+        bad = skipped > 0
         # Mean and variance of all norms so far (Welford 1962), then exponential averages.
         weight = torch.where(warming, 1 / (self._seen + 1), 1 - NORM_DECAY)
         mean = self._mean.lerp(norm, weight)

@@ -48,7 +48,9 @@ class AfterBackward(OptimizerStep):
 
     def clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Unscale and clip all gradients in place; (their norm before clipping, the verdict)."""
-        live, scale, limits = self._live, self._live.loss_scale, self._live.norm_limit
+        live = self._live
+        scale = self._live.loss_scale
+        limits = self._live.norm_limit
         square = square_sum(live.own_parameters(), live.device, live.ranks_of)
         dist.all_reduce(square, group=live.verdict_group)
         norm = square.sqrt() / scale.value

@@ -205,7 +205,8 @@ class OptimizerStep(ABC):
         if (used := self.capacity_since()) is not None:
             used = used.where(faulty == 0, used.clamp(max=1))
             now = (used > 1).to(torch.float32)
-            self.capacity_used, self.void = used, now if self.void is None else self.void.maximum(now)
+            self.void = now if self.void is None else self.void.maximum(now)
+            self.capacity_used = used
 
     def capacity_since(self) -> Tensor | None:
         """The largest share of the capacity that a rank used since it was last forgotten; now it is. Collective."""
@@ -356,7 +357,8 @@ class Run(LiveModel):
 
         Steps that the host does not know to be void yet stay void.
         """
-        capacity, used = self.options.capacity, self.update.capacity_since()
+        capacity = self.options.capacity
+        used = self.update.capacity_since()
         if capacity is None or used is None or float(used) <= 1:
             return False
         capacity.enlarge(float(used), capacity.factor)
@@ -368,7 +370,8 @@ class Run(LiveModel):
         if (capacity := self.options.capacity) is None:
             yield
             return
-        before, capacity.used = capacity.used, None
+        before = capacity.used
+        capacity.used = None
         try:
             yield
         finally:

@@ -63,7 +63,8 @@ def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
     """From the gradients of a step, its valid targets and its mean loss to the update."""
     scale = run.loss_scale.value.clone()  # finish() changes it in place
     norm, skipped = run.update.finish(loss)
-    used, load = run.update.capacity_used, _expert_load(run, skipped)
+    used = run.update.capacity_used
+    load = _expert_load(run, skipped)
     room = None if run.options.capacity is None else run.options.capacity.factor
     return StepResult(loss, norm, skipped, tokens, scale, used, load, run.passes.measures, room)
 

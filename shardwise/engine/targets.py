@@ -51,7 +51,9 @@ class ReturnedTargets(Targets):
     """Counted by the loss of each micro-batch."""
 
     def __init__(self, live: LiveModel, update: OptimizerStep, micro_batches: int) -> None:
-        self._group, self._update, self._micro_batches = live.context.token_group, update, micro_batches
+        self._group = live.context.token_group
+        self._update = update
+        self._micro_batches = micro_batches
         self._passed = 0
         self.number = torch.zeros((), dtype=torch.int64, device=live.device)
         update.correction = None

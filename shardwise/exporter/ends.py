@@ -17,7 +17,8 @@ def with_ends(contents: Contents, ends: Collection[int]) -> Contents:
 
     They are added where transformers reads them: to `generation_config.json` if the folder has one, else to the config.
     """
-    config, settings = dict(contents.layout.config), _generation_config(contents)
+    config = dict(contents.layout.config)
+    settings = _generation_config(contents)
     vocab = config.get("vocab_size")
     known = ends_of(contents)
     added = [

@@ -120,13 +120,15 @@ class _File:
 
 def _files(contents: Contents) -> Iterator[_File]:
     """Assign groups to files, in order; a group is never split over files."""
-    file, used = _File([], {}), 0
+    file = _File([], {})
+    used = 0
     for group in (*contents.layout.groups, *contents.layout.untrained):
         dtype = group.dtype or contents.dtypes[group.sources[0]]
         size = sum(_size_as(shape, dtype) for shape in group.shapes.values())
         if file.groups and used + size > LARGEST_SHARD:
             yield file
-            file, used = _File([], {}), 0
+            file = _File([], {})
+            used = 0
         file.groups.append(group)
         file.tensors |= {name: (shape, dtype) for name, shape in group.shapes.items()}
         used += size
@@ -184,7 +186,8 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():
-        start, end = end, end + _size_as(shape, dtype)
+        start = end
+        end += _size_as(shape, dtype)
         header[name] = {"dtype": STORED_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

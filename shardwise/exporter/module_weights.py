@@ -53,7 +53,8 @@ def load_into(module: nn.Module, run: str | Path, checkpoint: Which = "latest") 
     if absent := [name for name, tensor in targets.items() if tensor.is_meta]:
         fix = "give a module with values, such as module.to_empty(device='cpu')"
         raise CheckpointError("the module is on the meta device", where=absent[0], fix=fix)
-    adapter, adapted = recipe.adapter, on_meta(module)
+    adapter = recipe.adapter
+    adapted = on_meta(module)
     if adapter is not None:
         units = getattr(adapted, "units", list)
         adapt(adapted, list(units()), adapter)
@@ -62,7 +63,8 @@ def load_into(module: nn.Module, run: str | Path, checkpoint: Which = "latest") 
     merged = Merged(adapted, weights.read)
     for name, target in targets.items():
         value = merged.read(name)
-        own, stored = local_part(target), value[local_slices(target)] if target.ndim else value.reshape(())
+        own = local_part(target)
+        stored = value[local_slices(target)] if target.ndim else value.reshape(())
         # A frozen weight is stored in the dtype of compute. A module that has it with more digits keeps them.
         if not torch.equal(own.to(stored.dtype), stored.to(own.device)):
             own.copy_(stored)

@@ -274,7 +274,9 @@ def cluster_of(request: ClusterRequest) -> Cluster:
 
     With a preset, `nodes` multiplies the preset's nodes. Raises RecipeError.
     """
-    where, nodes, per_node = "cluster.device", request.nodes, request.devices_per_node
+    where = "cluster.device"
+    nodes = request.nodes
+    per_node = request.devices_per_node
     try:
         if request.preset is None:
             device = device_profile(request.device or "cpu")
@@ -282,7 +284,8 @@ def cluster_of(request: ClusterRequest) -> Cluster:
             where = "cluster.preset"
             preset_nodes, preset_devices, device = parse_preset(request.preset)
             _refuse_conflicts(request, preset_devices)
-            nodes, per_node = nodes * preset_nodes, preset_devices
+            nodes *= preset_nodes
+            per_node = preset_devices
     except ValueError as problem:
         what, _, rest = str(problem).partition("; ")
         raise RecipeError(what, where=where, fix=rest) from None

@@ -57,7 +57,8 @@ class Grid:
 
         Above the grid they grow in proportion, or stay where ``grows`` is False.
         """
-        beyond, corners = 1.0, []
+        beyond = 1.0
+        corners = []
         for axis, size in zip(self.axes, sizes, strict=True):
             beyond *= max(1.0, size / axis[-1]) if grows else 1.0
             corners.append(_grid_neighbours(axis, min(max(size, axis[0]), axis[-1])))
@@ -65,7 +66,8 @@ class Grid:
         for picks in product(*corners):
             index, weight = 0, 1.0
             for (position, share), axis in zip(picks, self.axes, strict=True):
-                index, weight = index * len(axis) + position, weight * share
+                index = index * len(axis) + position
+                weight *= share
             if weight:
                 log_seconds += weight * math.log(self.seconds[index])
         return beyond * math.exp(log_seconds)
@@ -87,13 +89,15 @@ def _grid_neighbours(axis: Sequence[float], size: float) -> tuple[tuple[int, flo
 
 def on_curve(curve: Curve, size: float, grows: bool = True) -> float:
     """The value at ``size``, linear in the logarithms; outside of the curve the end's, above it in proportion."""
-    (first, lowest), (last, highest) = curve[0], curve[-1]
+    (first, lowest) = curve[0]
+    (last, highest) = curve[-1]
     if size <= first:
         return lowest
     if size >= last:
         return highest * (size / last if grows else 1.0)
     right = bisect_left(curve, (size, 0.0))
-    (low, below), (high, above) = curve[right - 1], curve[right]
+    (low, below) = curve[right - 1]
+    (high, above) = curve[right]
     share = math.log(size / low) / math.log(high / low)
     return math.exp((1 - share) * math.log(below) + share * math.log(above))
 

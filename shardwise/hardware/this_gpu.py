@@ -107,7 +107,8 @@ def device_here(index: int = 0) -> str:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as problem:
-        why, fix = problem.strerror or str(problem), "set SHARDWISE_CACHE to a folder"
+        why = problem.strerror or str(problem)
+        fix = "set SHARDWISE_CACHE to a folder"
         raise RecipeError("this GPU cannot be described", where=str(path), why=why, fix=fix) from problem
     return str(path)
 
@@ -115,7 +116,8 @@ def device_here(index: int = 0) -> str:
 def profile_toml(gpu: ReportedGpu, count: int) -> str:
     """The profile of a GPU as TOML, for nodes of ``count`` such GPUs. Raises RecipeError for an unknown generation."""
     generation = _generation(gpu)
-    like, clock = PROFILES[generation.like], gpu.clock or generation.clock
+    like = PROFILES[generation.like]
+    clock = gpu.clock or generation.clock
     share = gpu.units * clock / (like.tiles.units * generation.clock)
     at = f"{clock / 1e9:.2f} GHz{'' if gpu.clock else ' (assumed)'}"
     nominal = f"nominal: CUDA reports {gpu.units} multiprocessors at {at}, each as fast as on {like.name}"

@@ -92,7 +92,9 @@ class NotebookBar:
 
 def _follow(folder: Path, make: Callable[[Units], StepBar], done: threading.Event) -> None:
     """Show lines that are added to the run's metrics, until ``done``; ``make`` a bar when its plan is known."""
-    lines, seen, ended = StepLines(folder / "metrics.jsonl"), 0, False
+    lines = StepLines(folder / "metrics.jsonl")
+    seen = 0
+    ended = False
     bar: StepBar | None = None
     while not ended:
         ended = done.wait(METRICS_POLL_SECONDS)  # once more after the end, for the last steps

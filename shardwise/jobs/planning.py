@@ -174,7 +174,8 @@ def advised_error(recipe: Recipe, cluster: Cluster, folder: Path) -> ResourceErr
     record = read_record(folder)
     if record is None:
         return ResourceError("out of memory", where=str(folder), why="its oom.json cannot be read")
-    strategy, allocated_bytes = Strategy(record.strategy), record.allocated_bytes
+    strategy = Strategy(record.strategy)
+    allocated_bytes = record.allocated_bytes
     return record.final_error(
         nearest_in_words(recipe, blueprint_of(recipe), cluster, strategy, allocated_bytes)
     )

@@ -85,13 +85,15 @@ def require_folders(recipe: Recipe) -> None:
                 continue
             if not Path(folder).is_dir():
                 why = "it is not a folder" if Path(folder).exists() else "there is no such folder"
-                where, fix = f"strategy.{setting.key}: {value}", "make it, or name another one"
+                where = f"strategy.{setting.key}: {value}"
+                fix = "make it, or name another one"
                 raise RecipeError("state cannot be offloaded", where=where, why=why, fix=fix)
 
 
 def measured_cluster(recipe: Recipe) -> Cluster:
     """The recipe's cluster. Where it is this machine, its speeds are measured first, unless they are known."""
-    cluster, first = cluster_of(recipe.cluster), plugin("calibration.first")
+    cluster = cluster_of(recipe.cluster)
+    first = plugin("calibration.first")
     if first is not None and first.measured_first(recipe.cluster, cluster):
         return cluster_of(recipe.cluster)
     return cluster

@@ -117,8 +117,10 @@ class Session:
             self._state = noted_capacity(self._run, self._state)
             loss = self.forward_backward(self._batch)
             result = end_step(self._run, self._tokens, loss)
-        step, tokens = self._state.step + 1, self._state.tokens + int(result.tokens)
-        self._state, self._loss = replace(self._state, step=step, tokens=tokens), None
+        step = self._state.step + 1
+        tokens = self._state.tokens + int(result.tokens)
+        self._state = replace(self._state, step=step, tokens=tokens)
+        self._loss = None
         return result
 
     def evaluate(self, name: str = "") -> float:

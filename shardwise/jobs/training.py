@@ -111,7 +111,8 @@ def prepare_training(
     progress("reading the data")
     recipe = with_date(recipe, folder)
     sentences = check_data(recipe)
-    asked, recipe = recipe, with_steps(recipe)
+    asked = recipe
+    recipe = with_steps(recipe)
     check_start(recipe, folder)
     if done := finished(recipe, folder):
         require_same_settings(recipe_of_run(folder), recipe, folder)

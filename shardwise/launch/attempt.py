@@ -29,7 +29,8 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
 
 def _new_name(store: Store, others: int, timeout: timedelta) -> str:
     """A new name, once all other ranks have it."""
-    name, seen = uuid4().hex, 0
+    name = uuid4().hex
+    seen = 0
     pending: list[str] = []
     end = time.monotonic() + timeout.total_seconds()
     while (joined := store.add(f"shardwise/{name}/joined", 0)) < others:

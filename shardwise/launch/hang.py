@@ -71,7 +71,8 @@ class Evidence:
     def standing(self) -> Standing:
         if self.stopped:
             return Standing.STOPPED
-        inner, caller = _inner(self.stack), self._caller
+        inner = _inner(self.stack)
+        caller = self._caller
         if any(frame.is_collective for frame in inner):
             users = caller is not None and caller.is_users
             return Standing.USERS_COLLECTIVE if users else Standing.COLLECTIVE
@@ -93,7 +94,8 @@ class Evidence:
         return f"in {self._where()}" if self.stack else "its stack cannot be read"
 
     def _where(self) -> str:
-        innermost, caller = self.stack[0], self._caller
+        innermost = self.stack[0]
+        caller = self._caller
         users = innermost_of_user(self.stack)
         named = f"your code, {users}" if users else str(caller or innermost)
         return named if innermost in (users, caller) else f"{named}, inside {innermost}"

@@ -37,7 +37,8 @@ class LogLines:
     """Filters a stream of bytes. Output without control sequences or redrawn lines passes unchanged."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._written = clock, -FRAME_SECONDS
+        self._clock = clock
+        self._written = -FRAME_SECONDS
         self._line = b""
 
     def take(self, block: bytes) -> bytes:

@@ -103,12 +103,14 @@ def _say_late(placement: Placement) -> None:
     except OSError:
         missing = f"an address of {placement.host}, which this machine does not know"
     rank = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
-    where, most = f"{placement.host}:{placement.port}", int(TIMEOUT.total_seconds() // 60)
+    where = f"{placement.host}:{placement.port}"
+    most = int(TIMEOUT.total_seconds() // 60)
     print(f"{rank} waits at {where} for {missing}, {most} min at most", file=sys.stderr, flush=True)
 
 
 def _failed_rendezvous(placement: Placement, error: Exception) -> ResourceError | RankError:
-    where, why = f"{placement.host}:{placement.port}", str(error).splitlines()[0]
+    where = f"{placement.host}:{placement.port}"
+    why = str(error).splitlines()[0]
     if getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in why:
         return ResourceError(
             f"port {placement.port} is in use",

@@ -25,7 +25,8 @@ def verdict(ended: Ended, stops: list[int], saves: bool = True) -> tuple[int, st
     if ended.hang is not None:
         return _hung(ended, stops, saves)
     culprit = ended.culprit
-    code, told = culprit.code or 0, culprit.heartbeat.read().line
+    code = culprit.code or 0
+    told = culprit.heartbeat.read().line
     if told and code == OutOfMemory.exit_code and not stops:
         raise OutOfMemory("out of memory", where=f"rank {culprit.rank}, {culprit.log}")
     if told and code in _OURS:
@@ -41,7 +42,8 @@ def verdict(ended: Ended, stops: list[int], saves: bool = True) -> tuple[int, st
 
 
 def _lost_rank(culprit: Rank, code: int, resume: str) -> RankError:
-    what, where = f"rank {culprit.rank} was lost", str(culprit)
+    what = f"rank {culprit.rank} was lost"
+    where = str(culprit)
     if code < 0:
         return RankError(what, where=where, why=f"killed by {signal_name(-code)}", fix=resume)
     if code == 0:

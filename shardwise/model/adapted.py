@@ -88,7 +88,8 @@ class AdaptedModel(Blueprint):
                 why=f"the weights of {base.name} are quantized, so what quantization took from them is not known",
                 fix="give the unquantized model with adapter.quantize: nf4 or int8, or remove init",
             )
-        self.base, self.spec = base, _with_new_layers(spec, base)
+        self.base = base
+        self.spec = _with_new_layers(spec, base)
         self.name, self.vocab, self.width, self.context = base.name, base.vocab, base.width, base.context
         self.origin, self.objective = base.origin, base.objective
         self.trained_in, self.dataset, self.quantized = base.trained_in, base.dataset, base.quantized
@@ -294,7 +295,8 @@ class AdaptedModel(Blueprint):
         whether experts are packed."""
         with torch.device("meta"):
             model = self.base.build()
-        blocks, whole = self.targetable(model), sum(p.numel() for p in model.parameters())
+        blocks = self.targetable(model)
+        whole = sum(p.numel() for p in model.parameters())
         linear, stacks = list(linear_layers(model, blocks)), list(expert_stacks(model, blocks))
         mixtures = list(dict.fromkeys(path.rpartition(".")[0] for path in stacks))
         packs = self.spec.quantize != "none"

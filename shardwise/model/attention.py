@@ -96,7 +96,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         d = dimensions
         self.head_width, self.rotary, self.value_width = d.head_width, d.rotary_width, d.value_width
-        self.latent, self.latent_queries = d.kv_lora_rank, d.q_lora_rank > 0
+        self.latent = d.kv_lora_rank
+        self.latent_queries = d.q_lora_rank > 0
         q_width = d.heads * d.head_width
         if self.latent_queries:
             self.q_a_proj = nn.Linear(d.width, d.q_lora_rank, bias=False)
@@ -125,7 +126,8 @@ class LatentAttention(nn.Module):
         k, v = kv.split((fixed, self.value_width), -1)
         turned = rotate_neighbours(shared.unsqueeze(-2), *rotation).expand(*k.shape[:-1], self.rotary)
         q = torch.cat((q[..., :fixed], rotate_neighbours(q[..., fixed:], *rotation)), -1)
-        k, v = torch.cat((k, turned), -1), F.pad(v, (0, self.head_width - self.value_width))
+        k = torch.cat((k, turned), -1)
+        v = F.pad(v, (0, self.head_width - self.value_width))
         mixed = _attention(q, k, v, mask, cache)
         return self.o_proj(mixed[..., : self.value_width].flatten(2))
 

@@ -81,7 +81,8 @@ def balanced_blocks(costs: Sequence[int], stages: int) -> list[int]:
                 for start in range(made - 1, blocks)
                 if (start, made - 1) in best
             )
-    counts, left = [], len(costs)
+    counts = []
+    left = len(costs)
     for made in range(stages, 0, -1):
         start = best[left, made][1]
         counts.append(left - start)

@@ -83,7 +83,8 @@ class Decoder(nn.Module):
 
         ``starts``: where packed documents begin, [b, n].
         """
-        hidden, d = inputs, self.dimensions
+        hidden = inputs
+        d = self.dimensions
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)
         if self.first and self.embed_tokens is not None and not inputs.is_floating_point():

@@ -160,7 +160,8 @@ class AdaptedExperts(nn.Module):
     def pack(self, name: str, quantize: str) -> None:
         """Replace a stack by a packed one with undefined values."""
         packing = Packing(quantize, *stack_shape(self, name)[1:])
-        experts, device = self.num_experts, self.get_parameter(name).device
+        experts = self.num_experts
+        device = self.get_parameter(name).device
         codes = torch.empty(experts, *packing.shape, dtype=torch.uint8, device=device)
         self.register_parameter(name + EXPERT_PACKED, nn.Parameter(codes, requires_grad=False))
         self.packings[name] = StackPacking(packing)
@@ -200,11 +201,13 @@ def adapt_experts(
     experts = as_adapted(module)
     experts.dropout = spec.dropout
     for name in experts.stacks:
-        stack, dtype = f"{path}.{name}", experts.get_parameter(name).dtype
+        stack = f"{path}.{name}"
+        dtype = experts.get_parameter(name).dtype
         if quantize != "none":
             experts.pack(name, quantize)
         if stack in targets:
-            rank, dora = spec.strength(stack)[0], spec.name == "dora"
+            rank = spec.strength(stack)[0]
+            dora = spec.name == "dora"
             experts.add_adapter(name, rank, spec.scale(stack), dtype, dora)
 
 
@@ -214,7 +217,9 @@ def as_adapted(module: nn.Module) -> AdaptedExperts:
         kind: Any = type(module)
         module.__class__ = _adapted_class(kind)
         assert isinstance(module, AdaptedExperts)
-        module.dropout, module.scales, module.packings = 0.0, {}, {}
+        module.dropout = 0.0
+        module.scales = {}
+        module.packings = {}
         plan_grouped_products()
     return module
 

@@ -189,7 +189,8 @@ def fill_magnitudes(model: nn.Module, with_adapters: bool = False) -> None:
             magnitude = layer.lora_magnitude_vector
             rows = _magnitude_rows(layer, magnitude)
             if with_adapters:
-                a, b = gather(layer.lora_A.weight), gather(layer.lora_B.weight)[local_slices(magnitude)[0]]
+                a = gather(layer.lora_A.weight)
+                b = gather(layer.lora_B.weight)[local_slices(magnitude)[0]]
                 rows = torch.addmm(rows, b.to(rows), a.to(rows), alpha=layer.scale)
             local_part(magnitude).copy_(row_norms(rows))
         elif isinstance(layer, AdaptedExperts):

@@ -89,5 +89,6 @@ def _touched(rows: slice, size: int) -> range:
 
 def _tile_overlap(rows: slice, index: int, size: int) -> tuple[slice, slice]:
     """The overlap of tile ``index`` and the held range: relative to the range, and relative to the tile."""
-    start, stop = max(rows.start, index * size), min(rows.stop, (index + 1) * size)
+    start = max(rows.start, index * size)
+    stop = min(rows.stop, (index + 1) * size)
     return slice(start - rows.start, stop - rows.start), slice(start - index * size, stop - index * size)

@@ -53,7 +53,8 @@ def principal(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     roots = values.clamp(min=0) ** 0.25  # of the singular values, whose squares are the eigenvalues
     is_significant = values > _RANK_TOLERANCE * values[:1]
     vectors = vectors * (largest.sign() * is_significant)
-    short, long = vectors * roots, (vectors / torch.where(is_significant, roots, 1.0)).t() @ wide
+    short = vectors * roots
+    long = (vectors / torch.where(is_significant, roots, 1.0)).t() @ wide
     b, a = (long.t(), short.t()) if tall else (short, long)
     missing = rank - len(values)
     return F.pad(b.to(matrix.dtype), (0, missing)), F.pad(a.to(matrix.dtype), (0, 0, 0, missing))

@@ -145,7 +145,8 @@ class LoraLinear(FrozenLinear):
     ) -> None:
         weight = layer.get_parameter("weight")
         super().__init__(layer, quantize, stored)
-        self.dropout, self.scale = spec.dropout, spec.scale(path)
+        self.dropout = spec.dropout
+        self.scale = spec.scale(path)
         rank, _ = spec.strength(path)
         where, dtype = weight.device, weight.dtype
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=where, dtype=dtype)
@@ -257,7 +258,8 @@ def _adapt_mixtures(
     saved: Sequence[str],
 ) -> None:
     """Add adapters to the target stacks of experts, and pack those of the blocks if the recipe quantizes."""
-    in_blocks, owners = set(expert_stacks(model, blocks)), dict[str, Quantize]()
+    in_blocks = set(expert_stacks(model, blocks))
+    owners = dict[str, Quantize]()
     for stack in expert_stacks(model, []):
         packed = stack in in_blocks and not _is_within(stack, saved)
         quantize: Quantize = spec.quantize if packed else "none"
@@ -270,7 +272,8 @@ def _adapt_mixtures(
 def target_layers(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> list[str]:
     """Paths of the linear layers, and then of the stacks of experts, that get an adapter: of the blocks by a keyword,
     of the whole model by name, as in PEFT."""
-    saved, within = saved_modules(model, spec), blocks if spec.targets in KEYWORDS else []
+    saved = saved_modules(model, spec)
+    within = blocks if spec.targets in KEYWORDS else []
     layers = [path for path in linear_layers(model, within) if is_targeted(path, spec.targets)]
     for stack in expert_stacks(model, within):
         if is_targeted(stack, spec.targets) or is_targeted(stack.rpartition(".")[0], spec.targets):

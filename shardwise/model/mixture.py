@@ -70,7 +70,8 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(d.experts) if d.router_bias else None)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        d, logits = self.dimensions, F.linear(tokens, self.weight)
+        d = self.dimensions
+        logits = F.linear(tokens, self.weight)
         noted = _noted_logits.get()
         if noted is not None:
             noted.append((self, logits))
@@ -118,7 +119,8 @@ class Router(nn.Module):
         Args:
             logits: [t, E]. filled: 1 for tokens, 0 for padding, [t].
         """
-        d, precise = self.dimensions, _precise(logits)
+        d = self.dimensions
+        precise = _precise(logits)
         scores = self._scores(logits)
         mask = filled.to(scores.dtype)
         chosen = torch.zeros_like(scores).scatter(-1, self._chosen(scores), 1.0)

@@ -42,7 +42,9 @@ class GivenModel:
         if real and len(real) < len(tensors):
             missing = min(tensors.keys() - real)
             raise RecipeError("a part of the module is on the meta device", where=f"module: {missing}")
-        self._module, self._loss, self._dataset = on_meta(module), loss, dataset
+        self._module = on_meta(module)
+        self._loss = loss
+        self._dataset = dataset
         pickle_parametrized(self._module)
         self.weights = folder / "weights.safetensors" if real and folder is not None else None
         if self.weights is not None:
@@ -75,7 +77,8 @@ class ObjectModel(FactoryModel):
             share(model, shared_names(self.build()))
         with safe_open(str(self._weights), framework="pt") as file:
             for name, tensor in _tensors_by_name(model).items():
-                whole, target = file.get_slice(name), real_pairs(tensor)
+                whole = file.get_slice(name)
+                target = real_pairs(tensor)
                 value = whole[local_slices(target)] if whole.get_shape() else file.get_tensor(name)
                 local_part(target).copy_(value)
 

@@ -46,7 +46,8 @@ def _training_objective(recipe: Recipe) -> TrainingObjective:
         made = require_plugin(OBJECTIVES[spec.name], f"objective: {spec.name}").objective(recipe)
         assert isinstance(made, TrainingObjective)
         return made
-    where, function = f"objective.factory: {spec.factory}", resolve(spec.factory, "objective.factory")
+    where = f"objective.factory: {spec.factory}"
+    function = resolve(spec.factory, "objective.factory")
     try:
         objective = function(recipe, **spec.arguments)
     except TypeError as error:
@@ -75,7 +76,8 @@ def with_head(base: Blueprint, recipe: Recipe) -> Blueprint:
 
 def base_of(recipe: Recipe) -> Blueprint:
     """The recipe's model without adapters and with its own head. Raises as ``blueprint_of``."""
-    spec, length = recipe.model, recipe.data.sequence_length
+    spec = recipe.model
+    length = recipe.data.sequence_length
     if spec.hf is not None:
         from shardwise.model.hf import HuggingFaceModel
 

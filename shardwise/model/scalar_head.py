@@ -79,7 +79,8 @@ class NativeScores(NativeModel):
         return self._scoring(model) if stage.last else model
 
     def _scoring(self, decoder: Decoder) -> Decoder:
-        decoder.lm_head, decoder.score = None, score_layer(self.dimensions.width)
+        decoder.lm_head = None
+        decoder.score = score_layer(self.dimensions.width)
         return decoder
 
     def head(self, model: nn.Module) -> list[nn.Module]:

@@ -73,7 +73,8 @@ def _no_target(model: nn.Module, blocks: Sequence[nn.Module], target: str, spec:
 
 def _require_saved(model: nn.Module, spec: AdapterSpec) -> None:
     """Raise RecipeError for a module to save that the model lacks, that is tied, or that has adapters inside."""
-    aliases, paths = shared_names(model), [path for path, _ in model.named_modules()]
+    aliases = shared_names(model)
+    paths = [path for path, _ in model.named_modules()]
     shared = aliases.keys() | aliases.values()
     for name in spec.modules_to_save:
         matches = [path for path in paths if path.endswith(name)]

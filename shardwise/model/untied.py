@@ -37,7 +37,9 @@ class _Untied(HuggingFaceModel):
             name: value for name, value in vars(tied).items() if name not in ("depth", "_reference")
         }
         self.__dict__.update(shared_state)
-        self._tied, self._heads, self.config = tied, heads, copy.deepcopy(tied.config)
+        self._tied = tied
+        self._heads = heads
+        self.config = copy.deepcopy(tied.config)
         for config in (self.config, self.config.get_text_config()):
             config.tie_word_embeddings = False
 

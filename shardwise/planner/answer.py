@@ -132,7 +132,8 @@ def _changed_setting(recipe: Recipe, plan: Plan, candidate: Candidate) -> str:
 
 def _sort_key(recipe: Recipe, plan: Plan, candidate: Candidate) -> tuple[int, float, float, int]:
     """What fits first, then by the recipe's objective, then the fewest changes. A bound has no time."""
-    seconds, size = candidate.step_seconds or math.inf, float(candidate.peak_bytes)
+    seconds = candidate.step_seconds or math.inf
+    size = float(candidate.peak_bytes)
     order = (size, seconds) if recipe.plan.objective == "memory" else (seconds, size)
     return _FITTING.index(candidate.verdict), *order, len(plan.strategy.differences(candidate.strategy))
 
@@ -219,7 +220,8 @@ def _is_parallel_degree(technique: Technique, setting: Setting[Any], plan: Plan)
         return False
     if setting.kind is not int or plan.world_size == 1:
         return False
-    double, world = plan.strategy.with_values(**{setting.key: 2 * plan.strategy[setting]}), plan.world_size
+    double = plan.strategy.with_values(**{setting.key: 2 * plan.strategy[setting]})
+    world = plan.world_size
     return technique.degrees(double, world) != technique.degrees(plan.strategy, world)
 
 

@@ -46,7 +46,9 @@ def effective_share(interval: float, stall: float, restart: float, between_failu
 
 def advice(recipe: Recipe, chosen: Prediction, cluster: Cluster) -> Iterator[str]:
     """The interval in steps, and what the recipe's own loses; nothing for a run that is shorter than the interval."""
-    device, spec, saved = cluster.device, recipe.checkpoint, chosen.run.saved_bytes
+    device = cluster.device
+    spec = recipe.checkpoint
+    saved = chosen.run.saved_bytes
     stall = saved / (device.host_bandwidth if spec.background else device.disk_bandwidth)
     failures = 3600 * recipe.cluster.hours_between_failures / cluster.world_size
     seconds = chosen.step.seconds

@@ -75,7 +75,8 @@ def _neighbours(predictor: Predictor, strategy: Strategy) -> Iterator[Strategy]:
         for value in _near_values(predictor, strategy, technique, s)
         if value != strategy[s] and not {value, strategy[s]} <= set(s.alike)
     ]
-    size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)
+    size = strategy[MICRO_BATCH_SIZE]
+    sizes = predictor.micro_batch_sizes(strategy)
     changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
     possible = predictor.possible(strategy.with_values(**change) for change in changes)
     yield from (neighbour for neighbour in dict.fromkeys(possible) if neighbour != strategy)
@@ -87,7 +88,8 @@ def _near_values(
     """Values that a setting is compared with: the search's own, the nearest degrees of an axis, the last resort."""
     cluster = predictor.cluster
     case = case_of(strategy, cluster.world_size, predictor.recipe, cluster.devices_per_node)
-    values, mine = technique.candidates(setting, case), strategy[setting]
+    values = technique.candidates(setting, case)
+    mine = strategy[setting]
     yield from (value for value in values if value in setting.candidates)
     yield from setting.compared
     if not isinstance(technique, Dividing):  # a division's last resort needs that of other settings
@@ -140,7 +142,8 @@ def _final_verdict(predictor: Predictor, candidate: Candidate, chosen: Predictio
 
 def _with_fragmentation(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> Candidate:
     """The candidate with the chosen strategy's ratio of fragmentation to memory."""
-    whole, tensors = chosen.peak.bytes, chosen.peak.bytes - chosen.peak.ledger.fragmentation
+    whole = chosen.peak.bytes
+    tensors = chosen.peak.bytes - chosen.peak.ledger.fragmentation
     peak = candidate.peak_bytes * whole // tensors
     over = peak - predictor.budget_bytes
     if over > 0:

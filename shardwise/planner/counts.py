@@ -179,7 +179,8 @@ class LinearCounts:
     def calls(self, depth: int, size: int) -> Calls:
         """Calls by micro-batch."""
         if (depth, size) not in self._calls:
-            more, result = self._repetitions(depth), {}
+            more = self._repetitions(depth)
+            result = {}
             for number, pairs in self._pairs.items():
                 calls: Counter[CountedCall] = Counter()
                 grown: dict[CountedCall, CountedCall] = {}
@@ -231,7 +232,8 @@ class LinearCounts:
         groups = {}
         for role, own in rows.items():
             names: dict[tuple[str, str], int] = {}
-            numbers, block = [], ""
+            numbers = []
+            block = ""
             for row in own:
                 name, in_block = _phase_and_block(self.base.names[row])
                 block = name if in_block else block

@@ -53,7 +53,8 @@ def _advised(outcomes: Sequence[RemedyOutcome]) -> RemedyOutcome | None:
 def _advice_sentences(
     outcomes: Sequence[RemedyOutcome], advised: RemedyOutcome | None, cluster: Cluster, plan: Plan | None
 ) -> Iterator[str]:
-    first, capacity = outcomes[0], format_bytes(cluster.capacity_bytes)
+    first = outcomes[0]
+    capacity = format_bytes(cluster.capacity_bytes)
     if first.remedy is UNSHARDED and first.candidate.verdict != "invalid":
         least = {"counted": "", "estimated": "about ", "at least": "at least "}[first.candidate.peak_is]
         needed = (

@@ -89,7 +89,8 @@ def arithmetic_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     peak = device.peak_flops(kernel.dtype if kernel.dtype in RATED_DTYPES else "fp32")
     if "attention" in kernel.operation:
         return kernel.flops / (peak * _attention_fraction(kernel, device))
-    rate, tiles = peak * device.efficiency.matmul, device.tiles
+    rate = peak * device.efficiency.matmul
+    tiles = device.tiles
     if tiles.units == 0 or not kernel.shape:
         return kernel.flops / rate
     return max(kernel.flops, _tiled(kernel.shape, tiles.units, tiles.inner)) / rate

@@ -79,7 +79,8 @@ def limits_of(
 
 
 def _ranges(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[_Range]:
-    blueprint, size = blueprint_of(recipe), plan.strategy[MICRO_BATCH_SIZE]
+    blueprint = blueprint_of(recipe)
+    size = plan.strategy[MICRO_BATCH_SIZE]
     length = recipe.data.sequence_length
     trial = partial(_trial, cluster=cluster)
     yield _micro_batches(recipe, blueprint, cluster, plan)
@@ -141,7 +142,8 @@ def _setting_range(
 
 def _micro_batches(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, plan: Plan) -> _Range:
     """The batch grows where a rank's share of it is smaller than the micro-batch."""
-    base, ranks = Predictor(recipe, blueprint, cluster), plan.layout.data_degree
+    base = Predictor(recipe, blueprint, cluster)
+    ranks = plan.layout.data_degree
 
     def trial(size: int) -> _Trial:
         strategy = plan.strategy.with_values(**{MICRO_BATCH_SIZE.key: size})
@@ -206,7 +208,8 @@ class _LimitSearch:
     _full: dict[int, Candidate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        plan, verdict = self.plan, "does not fit"
+        plan = self.plan
+        verdict = "does not fit"
         if plan.fits:
             verdict = "tight" if plan.tight else "fits"
         here = Candidate(plan.strategy, plan.line, plan.peak.bytes, plan.step.seconds, verdict, plan.verdict)
@@ -234,7 +237,10 @@ class _LimitSearch:
 
     def _last_by_quick(self) -> int:
         """The largest index that fits by quick predictions; 0 if none does."""
-        low, high, low_bytes, high_bytes = 0, self.range.now, 0, self.plan.peak.bytes
+        low = 0
+        high = self.range.now
+        low_bytes = 0
+        high_bytes = self.plan.peak.bytes
         if self.plan.fits:
             low, low_bytes = high, high_bytes
             while True:

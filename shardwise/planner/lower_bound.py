@@ -43,7 +43,9 @@ def least_state_bytes(
         parameters: numbers of trained and of frozen parameters.
     """
     sharing = layout.ranks(lambda axis: axis.tokens)  # ranks with the same part of the model
-    states, optimizer, node = _of_states(strategy), _stateless(recipe.optimizer), replace(cluster, nodes=1)
+    states = _of_states(strategy)
+    optimizer = _stateless(recipe.optimizer)
+    node = replace(cluster, nodes=1)
     quantize = recipe.adapter.quantize if recipe.adapter is not None else None
     state_bytes = 0.0
     for number, frozen in zip(parameters, (None, quantize), strict=True):

@@ -41,7 +41,8 @@ def nearest_in_words(
     failed = predictor.confirm(strategy)
     # Overhead and fragmentation are not measured but predicted. All of it together was not enough: hence the -1.
     budget = min(failed.peak.bytes - 1, held_bytes + failed.peak.bytes - failed.allocated_bytes)
-    least, seen = predictor.estimate(strategy), {strategy}
+    least = predictor.estimate(strategy)
+    seen = {strategy}
     free = [setting for setting in SETTINGS if setting.candidates]
     # What --limits searches in steps is a load that the data demand: less room for it saves nothing.
     compared = [setting for setting in SETTINGS if setting.compared and not setting.step]

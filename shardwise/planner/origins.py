@@ -119,6 +119,7 @@ def origins(recipe: Recipe, cluster: Cluster, answer: Answer) -> Iterator[Figure
 
 def _source(cluster: Cluster, figure: str) -> str:
     """The source of one figure of the device, or the page that has them."""
-    device, source = cluster.device, cluster.device.source.get(figure, "")
+    device = cluster.device
+    source = cluster.device.source.get(figure, "")
     own = "of the recipe" in source or device.traits.is_host or device.file
     return source if own else PROFILES_PAGE

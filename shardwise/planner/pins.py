@@ -45,7 +45,8 @@ def without_pins(predictor: Predictor, strategy: Strategy) -> Iterator[tuple[Str
 
 def plainer(setting: Setting[Any], strategy: Strategy) -> Sequence[object]:
     """Values that make a step no slower than the strategy's, memory aside; none where values have no such order."""
-    values, mine = list(dict.fromkeys((setting.default, *setting.candidates))), strategy[setting]
+    values = list(dict.fromkeys((setting.default, *setting.candidates)))
+    mine = strategy[setting]
     if not setting.ordered:
         return ()
     return values[: values.index(mine)] if mine in values else values[:1]
@@ -92,7 +93,8 @@ def _most_divided(predictor: Predictor, strategy: Strategy) -> Strategy:
 
 def _of_other_sizes(predictor: Predictor, strategy: Strategy) -> Iterator[Strategy]:
     """Larger micro-batches, the largest that seems to fit first; with pipeline stages the nearest, which fill them."""
-    size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy, free=True)
+    size = strategy[MICRO_BATCH_SIZE]
+    sizes = predictor.micro_batch_sizes(strategy, free=True)
     if has_stages(layout_of(strategy, predictor.cluster.world_size)):
         near = [other for other in sizes if size // 2 <= other <= 2 * size + 1 and other != size]
     else:

@@ -168,7 +168,8 @@ class Predictor:
         return estimate
 
     def _estimated(self, strategy: Strategy, alone: bool) -> Estimate:
-        layout, composer = self.layout(strategy), self.composer
+        layout = self.layout(strategy)
+        composer = self.composer
         if has_stages(layout):
             budget, seen = self.budget_bytes, self._ranks
             prediction = predict_worst(*self._asked(strategy), whole=False, budget=budget, seen=seen)
@@ -194,11 +195,9 @@ class Predictor:
         if self.composer is None:
             raise NotComposable("the depth of the model cannot be varied")
         flat = without_stages(strategy)
-        ranks, waits, whole = (
-            layout.ranks(lambda axis: axis.stages),
-            stretch(strategy, count),
-            self.layout(flat),
-        )
+        ranks = layout.ranks(lambda axis: axis.stages)
+        waits = stretch(strategy, count)
+        whole = self.layout(flat)
         # A rank's share of states relative to the model without stages: 1 where a group shards over all ranks.
         states = layout.state_copies / whole.state_copies
         share = Share(1 / ranks, 1 / ranks, waits.kept, waits.longer, states, layout)
@@ -247,7 +246,8 @@ class Predictor:
         tensors = int(other.tensors - (mine.tensors - known.tensors) * part)
         ratio = known.seconds / mine.seconds
         if plain == strategy and plain_known != known.strategy:  # the one-time cost itself is what differs
-            tensors, ratio = other.tensors, 1.0
+            tensors = other.tensors
+            ratio = 1.0
         estimate = replace(
             other,
             strategy=strategy,
@@ -300,7 +300,8 @@ class Predictor:
             if min(sizes.values(), default=math.inf) <= least:
                 break
             with suppress(RecipeError):  # it cannot be built
-                strategy, bound = candidate.strategy, candidate.step_seconds == 0.0
+                strategy = candidate.strategy
+                bound = candidate.step_seconds == 0.0
                 sizes[strategy] = self.estimate(strategy, alone=True).bytes if bound else least
         return min(sizes, key=lambda strategy: sizes[strategy], default=last[min(last)].strategy)
 

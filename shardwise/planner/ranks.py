@@ -59,7 +59,8 @@ def predict_worst(
         known |= looks.at([worst], whole=True)
     pipeline = known[ranks[0]].run.place
     assert pipeline is not None
-    stride, count = layout.stride(pipeline.axis), micro_batches(strategy, layout, recipe.batch_size)
+    stride = layout.stride(pipeline.axis)
+    count = micro_batches(strategy, layout, recipe.batch_size)
     probed = {rank // stride: prediction for rank, prediction in known.items()}
     every = [probed[pipeline.stand_in(number, probed)] for number in range(pipeline.ranks)]
     times = [_rank_time(prediction, layout, cluster) for prediction in every]

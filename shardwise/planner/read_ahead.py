@@ -53,7 +53,9 @@ class ReadAhead(Generic[T, R]):
             run: does a task, here or in a child. Its result is pickled.
             prepare: called in a child before its first task.
         """
-        self._run, self._tasks, self._prepare = run, list(tasks), prepare
+        self._run = run
+        self._tasks = list(tasks)
+        self._prepare = prepare
         self._results: dict[int, R] = {}
         self._children: dict[Connection, tuple[int, BaseProcess]] = {}
         self._marks = mmap.mmap(-1, max(1, len(self._tasks)))

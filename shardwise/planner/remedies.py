@@ -59,7 +59,8 @@ class Trials:
         if asked is None:
             return
         predictor = self._predictor if asked is self.recipe else self._predictor_of(asked)
-        sections, known = tuple(_section_overrides(self.recipe, asked)), set[Strategy]()
+        sections = tuple(_section_overrides(self.recipe, asked))
+        known = set[Strategy]()
         if asked is self.recipe and remedy is not UNSHARDED:
             known = {outcome.candidate.strategy for outcome in self.outcomes}
         confirm = not self.quick and not any(outcome.fits for outcome in self.outcomes)

@@ -146,7 +146,8 @@ class StrategySearch:
     def _walk(self) -> None:
         """Visit meshes, those with the fewest model ranks first; then stages of the best strategies."""
         meshes = self.walked
-        queue, seen = sorted(meshes, key=math.prod)[:1], set[Mesh]()
+        queue = sorted(meshes, key=math.prod)[:1]
+        seen = set[Mesh]()
         while queue and len(seen) < (MOST_MESHES if self.only is None else 1):
             mesh = min(queue, key=math.prod)
             queue.remove(mesh)
@@ -188,7 +189,8 @@ class StrategySearch:
         """Consider all completions of an origin."""
         if self._flat(origin) not in self.composed:
             self.composed.append(self._flat(origin))
-        completions, predictor = list(self.space.completions(origin)), self.predictor
+        completions = list(self.space.completions(origin))
+        predictor = self.predictor
         if self.only is not None:
             completions = list(filter(self.only, completions))
         largest = ((s, predictor.micro_batch_sizes(s)[0]) for s in completions if self._smallest_may_fit(s))
@@ -262,7 +264,8 @@ class StrategySearch:
 
     def _sequences(self, strategy: Strategy) -> float:
         """Sequences of a step for each rank, were each divided over the ranks that compute it."""
-        layout, batch = self.predictor.layout(strategy), self.predictor.recipe.batch_size
+        layout = self.predictor.layout(strategy)
+        batch = self.predictor.recipe.batch_size
         data = layout.data_degree
         return -(-batch // data) * data / layout.world_size
 
@@ -323,7 +326,8 @@ class StrategySearch:
 
     def _add(self, completions: Sequence[Strategy]) -> None:
         """Add completions that may fit."""
-        host, by_memory = self.predictor.cluster.device.traits.is_host, self.predictor.by_memory
+        host = self.predictor.cluster.device.traits.is_host
+        by_memory = self.predictor.by_memory
         first_will_do = (host or self._staged(completions[0])) and not by_memory
         added: list[Strategy] = []
         for strategy in completions:
@@ -346,7 +350,8 @@ class StrategySearch:
 
     def _sizes(self, strategy: Strategy, filled: int = _FULL_PIPELINE) -> Sequence[int]:
         """Micro-batch sizes, largest first; of stages among other meshes, with ``filled`` for each; by memory, two."""
-        sizes, stages = self.predictor.micro_batch_sizes(strategy), stages_of(strategy)
+        sizes = self.predictor.micro_batch_sizes(strategy)
+        stages = stages_of(strategy)
         if self.predictor.by_memory:
             return list(dict.fromkeys((sizes[-1], sizes[0])))  # a single pass accumulates no gradients
         if stages == 1 or len(self.meshes) == 1:

@@ -121,9 +121,11 @@ def combined_time(
     cluster: Cluster,
 ) -> StepTime:
     """The time of a step from its sums by phase, which it changes, and its collectives."""
-    phases, sending = {name: _Phase(row) for name, row in sums.items()}, 0.0
+    phases = {name: _Phase(row) for name, row in sums.items()}
+    sending = 0.0
     for exchange in exchanges:
-        collective, spent = exchange.collective, exchange.calls * exchange.seconds
+        collective = exchange.collective
+        spent = exchange.calls * exchange.seconds
         if collective.kind == "send" and collective.axis in _STAGE_AXES:
             sending = max(sending, exchange.seconds)
             continue
@@ -143,9 +145,11 @@ def combined_time(
 
 
 def _played(phases: Mapping[str, _Phase], sending: float, micro_batches: float, cluster: Cluster) -> StepTime:
-    overlaps, lost = cluster.device.traits.overlaps, cluster.device.interference
+    overlaps = cluster.device.traits.overlaps
+    lost = cluster.device.interference
     products = memory = exposed = waits = offloaded = 0.0
-    passes, lanes = dict[str, float](), False
+    passes = dict[str, float]()
+    lanes = False
     for name, phase in phases.items():
         waiting, device = phase.waits, phase.device
         busy = device + phase.blocking + waiting

@@ -77,7 +77,9 @@ class Verdicts:
 
     def exact(self, prediction: Prediction) -> Estimate:
         """The figures of a prediction."""
-        ledger, step, note = prediction.peak.ledger, prediction.step, prediction.in_words()
+        ledger = prediction.peak.ledger
+        step = prediction.step
+        note = prediction.in_words()
         if (over := prediction.sum_bytes - self.budget_bytes) > 0:
             where = moment(prediction.peak.phase, prediction.peak.where)
             note = f"{format_bytes(over)} too much {where}"
@@ -104,11 +106,14 @@ class Verdicts:
 
     def judge(self, estimate: Estimate) -> None:
         """Record a candidate with its verdict."""
-        verdict, reason = ("tight" if estimate.retries else "fits"), estimate.note
+        verdict = "tight" if estimate.retries else "fits"
+        reason = estimate.note
         if (over := estimate.bytes - self.budget_bytes) > 0:
-            verdict, reason = "does not fit", estimate.note or f"{format_bytes(over)} too much"
+            verdict = "does not fit"
+            reason = estimate.note or f"{format_bytes(over)} too much"
         elif (excess := self._host_excess(estimate)) > 0:
-            verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
+            verdict = "does not fit"
+            reason = f"{format_bytes(excess)} too much in host memory"
         peak_is: PeakIs = "counted" if estimate.exact or not self._fragments else "estimated"
         if peak_is == "estimated" and verdict == "does not fit":
             peak_is = "at least"

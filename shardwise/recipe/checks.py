@@ -128,7 +128,8 @@ def _arguments(model: ModelSpec) -> Iterator[Complaint]:
 
 def _objective(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """Settings that the masked and the seq2seq objective exclude."""
-    objective, data = recipe.model.objective, recipe.data
+    objective = recipe.model.objective
+    data = recipe.data
     if data.completion_length is not None and objective != "seq2seq":
         last = _last_written(document, ("data", "completion_length"), ("model", "objective"))
         why = f"model.objective is {objective}, and only seq2seq has a decoder's sequence of its own"
@@ -193,7 +194,8 @@ def _model_and_data(recipe: Recipe, document: YamlDocument) -> Iterator[Complain
 
 
 def _check_micro_batch(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
-    size, length = recipe.strategy.get("micro_batch_size", 1), recipe.data.sequence_length
+    size = recipe.strategy.get("micro_batch_size", 1)
+    length = recipe.data.sequence_length
     if size * length > MOST_TOKENS:
         path = _last_written(document, ("strategy", "micro_batch_size"), ("data", "sequence_length"))
         why = f"{size:,} sequences of {length:,} tokens are more than {MOST_TOKENS:,}"
@@ -225,7 +227,8 @@ def _check_records(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint
 
 def _mixture(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """A mixture takes the place of ``data.source``, and is of one kind of model."""
-    data, path = recipe.data, ("data", "mixture")
+    data = recipe.data
+    path = ("data", "mixture")
     fields = {"source": data.source != "stdlib", "format": data.format != "auto"}
     for key in (key for key, given in fields.items() if given):
         last = _last_written(document, path, ("data", key))
@@ -296,7 +299,8 @@ def _scaling(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
 
 
 def _initial_adapter(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
-    spec, path = recipe.adapter, ("adapter", "init")
+    spec = recipe.adapter
+    path = ("adapter", "init")
     if spec is not None and spec.lora_bias and spec.name == "dora":
         last = _last_written(document, ("adapter", "lora_bias"), ("adapter", "name"))
         yield Complaint(last, "dora has no lora_bias", "PEFT has none either", "write lora_bias: false")
@@ -314,11 +318,13 @@ def _initial_adapter(recipe: Recipe, document: YamlDocument) -> Iterator[Complai
 
 def _check_best(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """The metric of the best checkpoint is one that is evaluated, and its direction is known."""
-    wanted, path = recipe.checkpoint.best_metric, ("checkpoint", "best")
+    wanted = recipe.checkpoint.best_metric
+    path = ("checkpoint", "best")
     if wanted is None:
         return
     own = ["held_out_loss"] if recipe.data.held_out else []
-    name, losses = wanted[0], [*own, *recipe.evaluation.sets]
+    name = wanted[0]
+    losses = [*own, *recipe.evaluation.sets]
     if not losses:
         last = _last_written(document, path, ("data", "held_out"))
         why = "data.held_out is 0, so nothing is evaluated"

@@ -216,10 +216,8 @@ def check_dimensions(dimensions: Dimensions) -> None:
         return
     for field in fields(d):
         if field.name in OF_MIXTURES and getattr(d, field.name) != field.default:
-            what, fix = (
-                f"{field.name} cannot be set here",
-                "give experts, their number in a block, or remove it",
-            )
+            what = f"{field.name} cannot be set here"
+            fix = "give experts, their number in a block, or remove it"
             raise _model_error(field.name, what, "the model has no experts", fix)
 
 

@@ -115,8 +115,11 @@ def unknown_key(path: KeyPath, names: Sequence[str], homes: Mapping[str, str]) -
 
 def explain(fault: ErrorDetails) -> Complaint:
     """A fault of a value that pydantic found, as a complaint. For unknown keys see `unknown_key`."""
-    path, kind, entry = tuple(fault["loc"]), fault["type"], fault["input"]
-    key, context = dotted(path[-2:] if isinstance(path[-1], int) else path[-1:]), fault.get("ctx", {})
+    path = tuple(fault["loc"])
+    kind = fault["type"]
+    entry = fault["input"]
+    key = dotted(path[-2:] if isinstance(path[-1], int) else path[-1:])
+    context = fault.get("ctx", {})
     if kind == "missing":
         return Complaint(path, f"{key} is missing", absent=True)
     if kind == "value_error":
@@ -143,7 +146,8 @@ def explain(fault: ErrorDetails) -> Complaint:
 def first_error(complaints: Sequence[Complaint], document: YamlDocument) -> RecipeError:
     """The first complaint in reading order as an error, with the number of others. Missing keys come last."""
     order = sorted(complaints, key=lambda complaint: (complaint.absent, document.origin(complaint.path)))
-    first, others = order[0], len({complaint.path for complaint in order}) - 1
+    first = order[0]
+    others = len({complaint.path for complaint in order}) - 1
     why, fix = first.why, first.fix
     if others:
         why, fix = (why, f"{fix} (+{others} more)") if fix else (f"{why} (+{others} more)".lstrip(), fix)

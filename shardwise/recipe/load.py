@@ -188,7 +188,8 @@ def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[s
     if not isinstance(pins, Mapping):
         return {}, [_complaint_of_section("strategy", pins)]
     known = {setting.key: setting for setting in settings}
-    parsed, complaints = dict[str, object](), list[Complaint]()
+    parsed = dict[str, object]()
+    complaints = list[Complaint]()
     homes = _homes(settings)
     for key, value in pins.items():
         path = ("strategy", str(key))
@@ -214,7 +215,8 @@ def _complaint_of_section(name: str, value: object) -> Complaint:
 
 def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Iterator[Complaint]:
     """Pydantic's faults as complaints. A misspelled key is not reported as missing, too."""
-    faults, homes = error.errors(include_url=False), _homes(settings)
+    faults = error.errors(include_url=False)
+    homes = _homes(settings)
     meant = set[str]()
     unknown = [tuple(fault["loc"]) for fault in faults if fault["type"] == "extra_forbidden"]
     for number, path in enumerate(unknown):

@@ -37,7 +37,8 @@ def scaled(recipe: Recipe) -> OptimizerSpec:
     spec = recipe.optimizer
     if spec.scale_learning_rate is None:
         return spec
-    k, rule = batch_ratio(recipe), spec.scale_learning_rate.rule
+    k = batch_ratio(recipe)
+    rule = spec.scale_learning_rate.rule
     root = math.sqrt(k)
     values: dict[str, object] = {
         "learning_rate": spec.learning_rate * (float(k) if rule == "linear" else root),
@@ -66,10 +67,12 @@ def batch_ratio(recipe: Recipe) -> Fraction:
 
 def scaling_sentences(recipe: Recipe) -> Iterator[str]:
     """The scaled values and advice on the rule, in sentences; none without a rule."""
-    spec, scaling = recipe.optimizer, recipe.optimizer.scale_learning_rate
+    spec = recipe.optimizer
+    scaling = recipe.optimizer.scale_learning_rate
     if scaling is None:
         return
-    now, factor = scaled(recipe), f"{float(batch_ratio(recipe)):g}"
+    now = scaled(recipe)
+    factor = f"{float(batch_ratio(recipe)):g}"
     factor = factor if scaling.rule == "linear" else f"√{factor}"
     said = [
         f"learning rate {_brief(spec.learning_rate)} × {factor} = {_brief(now.learning_rate)}"
@@ -84,7 +87,8 @@ def scaling_sentences(recipe: Recipe) -> Iterator[str]:
 
 
 def _advice(recipe: Recipe, rule: Literal["linear", "sqrt"]) -> Iterator[str]:
-    spec, ratio = recipe.optimizer, batch_ratio(recipe)
+    spec = recipe.optimizer
+    ratio = batch_ratio(recipe)
     adaptive = is_adaptive(spec)
     if adaptive is None:
         yield (

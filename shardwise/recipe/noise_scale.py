@@ -96,7 +96,8 @@ def batch_sentences(
 
 def _overrides(recipe: Recipe, batch: int) -> str:
     """The recipe's keys for another batch size with the learning-rate rule of its optimizer."""
-    spec, scaling = recipe.optimizer, recipe.optimizer.scale_learning_rate
+    spec = recipe.optimizer
+    scaling = recipe.optimizer.scale_learning_rate
     keys = f"batch_size={batch}"
     if scaling is None:
         adaptive = is_adaptive(spec)

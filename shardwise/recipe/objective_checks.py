@@ -78,7 +78,8 @@ def _rewards(recipe: Recipe, spec: ObjectiveSpec) -> Iterator[Complaint]:
         fix = "remove it: completions have rows of their own"
         yield Complaint(("data", "packing"), "packing cannot be set here", "it is of given records", fix)
     yield from _endpoint(recipe, spec)
-    group, length = spec.group or 1, spec.completion_length
+    group = spec.group or 1
+    length = spec.completion_length
     if recipe.batch_size % group:
         why = f"batch_size is {recipe.batch_size}, and every prompt has {group} completions"
         fix = f"the nearest that works is {max(1, round(recipe.batch_size / group)) * group}"

@@ -41,11 +41,13 @@ def overridden(
     Raises:
         RecipeError: for a malformed override, or one with a parent that is not a section.
     """
-    values, origins = copy.deepcopy(document.values), dict(document.origins)
+    values = copy.deepcopy(document.values)
+    origins = dict(document.origins)
     for position, override in enumerate(overrides, 1):
         path, value, inner = _read_override(override)
         if path == NAMED and isinstance(value, str):
-            value, inner = {"name": value}, {("name",): Origin(position, 1)}
+            value = {"name": value}
+            inner = {("name",): Origin(position, 1)}
         section, first_new = _innermost_section(values, path)
         if value is not None and path not in document.origins:
             for neighbour in replaces.get(path, ()):
@@ -83,14 +85,16 @@ def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Orig
 
 def _innermost_section(values: dict[str, Value], path: KeyPath) -> tuple[dict[str, Value], int]:
     """The mapping with the last key of `path`, created if missing, and the depth of the first one created."""
-    section, first_new = values, len(path)
+    section = values
+    first_new = len(path)
     for depth, key in enumerate(path[:-1], 1):
         inner = section.get(str(key))
         if inner is None:
             inner = section[str(key)] = {}
             first_new = min(first_new, depth)
         if not isinstance(inner, dict):
-            what, where = f"{dotted(path[:depth])} has no keys", f"{COMMAND_LINE}: {dotted(path)}"
+            what = f"{dotted(path[:depth])} has no keys"
+            where = f"{COMMAND_LINE}: {dotted(path)}"
             fix = f"override it whole, as {dotted(path[:depth])}=..."
             raise RecipeError(what, where=where, why=f"it is {describe(inner)}", fix=fix)
         section = inner

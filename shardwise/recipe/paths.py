@@ -91,7 +91,8 @@ def with_whole_paths(document: YamlDocument, settings: Sequence[Setting[Any]] = 
 
 def _require_short(name: str, where: str) -> None:
     """Looking for a file with a longer name would raise OSError, whatever is there."""
-    longest, whole = max(map(_size, name.split("/"))), _size(name)
+    longest = max(map(_size, name.split("/")))
+    whole = _size(name)
     for size, most in ((longest, _LONGEST_NAME), (whole, _LONGEST_PATH)):
         if "://" not in name and size > most:
             raise RecipeError(
@@ -132,7 +133,8 @@ def _law_path(base: PathBase, name: str) -> str:
 
 def _matching(value: Any, pattern: KeyPath, path: KeyPath) -> Iterator[tuple[Any, str | int, KeyPath]]:
     """(section or list, key, path) of every value of the pattern that is there."""
-    key, rest = pattern[0], pattern[1:]
+    key = pattern[0]
+    rest = pattern[1:]
     keys: Sequence[str | int] = ()
     if isinstance(value, dict):
         keys = list(value) if key == "*" else [key] if key in value else []

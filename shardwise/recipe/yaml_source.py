@@ -272,7 +272,8 @@ class Composer:
             raise self._error(line, f"found {error}", "") from None
 
     def _mapping(self) -> dict[str, Value]:
-        section, outer = dict[str, Value](), self._path
+        section = dict[str, Value]()
+        outer = self._path
         while not isinstance(key := self._next(), events.MappingEndEvent):
             if not isinstance(key, events.ScalarEvent) or key.anchor or key.tag:
                 raise self._error(_line_of(key), "a key must be a plain word", "")
@@ -289,7 +290,8 @@ class Composer:
         return section
 
     def _sequence(self) -> list[Value]:
-        items, outer = list[Value](), self._path
+        items = list[Value]()
+        outer = self._path
         while not isinstance(event := self._next(), events.SequenceEndEvent):
             self._path = (*outer, len(items))
             self.origins[self._path] = Origin(0, _line_of(event))
@@ -305,7 +307,8 @@ class Composer:
         return RecipeError("cannot read the recipe", where=self._where(line), why=why, fix=fix)
 
     def _syntax_error(self, error: MarkedYAMLError) -> RecipeError:
-        problem, line = str(error.problem or error.context), None
+        problem = str(error.problem or error.context)
+        line = None
         if error.problem_mark is not None:
             line = error.problem_mark.line + 1
         fix = ""

@@ -58,7 +58,8 @@ def timeline_chart(plan: Plan) -> ChartValues:
         "lines": lines,
         "bands": list(_bands([sample.phase for sample in plan.timeline])),
     }
-    highest, limit = plan.peak.bytes / unit.size, plan.capacity_bytes
+    highest = plan.peak.bytes / unit.size
+    limit = plan.capacity_bytes
     chart["peak"] = {"at": top, "value": _six_digits(highest), "words": f"peak {unit.write(plan.peak.bytes)}"}
     near = limit <= 2 * plan.peak.bytes
     words = f"capacity {unit_for(limit).write(limit)}"

@@ -38,9 +38,12 @@ def _outcomes(advice: FitAdvice) -> Iterator[tuple[Text, Text]]:
     """A row per outcome: remedy, peak and step time; then verdict, strategy or reason."""
     peaks = [peak_of(outcome.candidate) for outcome in advice.outcomes]
     names = [outcome.remedy.name for outcome in advice.outcomes]
-    wide, widest, before = max(map(cell_len, peaks)), max(map(cell_len, names)), ""
+    wide = max(map(cell_len, peaks))
+    widest = max(map(cell_len, names))
+    before = ""
     for outcome, peak, name in zip(advice.outcomes, peaks, names, strict=True):
-        candidate, advised = outcome.candidate, outcome is advice.advised
+        candidate = outcome.candidate
+        advised = outcome is advice.advised
         verdict = Text("advised" if advised else candidate.verdict, VERDICT_STYLES.get(candidate.verdict, ""))
         step = seconds(candidate.step_seconds) if candidate.step_seconds else "–"
         words = (

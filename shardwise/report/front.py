@@ -43,15 +43,14 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
     axes = figure.subplots()
     chosen = next((candidate for candidate in plan.candidates if candidate.strategy == plan.strategy), None)
     shown = list(_shown_candidates(plan))
-    budget, largest = plan.capacity_bytes - plan.reserve_bytes, max((c.peak_bytes for c in shown), default=1)
+    budget = plan.capacity_bytes - plan.reserve_bytes
+    largest = max((c.peak_bytes for c in shown), default=1)
     far = budget > FAR * largest
     unit = unit_for(largest if far else max(largest, plan.capacity_bytes))
     on_front = [candidate for candidate in front if candidate in shown]
     if len(on_front) > 1:
-        seconds, sizes = (
-            [candidate.step_seconds for candidate in on_front],
-            [e.peak_bytes / unit.size for e in on_front],
-        )
+        seconds = [candidate.step_seconds for candidate in on_front]
+        sizes = [e.peak_bytes / unit.size for e in on_front]
         axes.plot(seconds, sizes, color=MUTED, linewidth=1, zorder=1)
     for candidate in shown:
         _draw_candidate(axes, candidate, candidate is chosen, unit.size)
@@ -149,7 +148,8 @@ class _Sketch:
     def __init__(self, figure: Figure, axes: Any, points: Sequence[tuple[float, float]]) -> None:
         figure.draw_without_rendering()
         self._texts: set[str] = set()
-        self._axes, self._dpi = axes, figure.dpi
+        self._axes = axes
+        self._dpi = figure.dpi
         inside = axes.get_window_extent()
         self._wide, self._high = inside.width / self._dpi, inside.height / self._dpi
         self.boxes = [

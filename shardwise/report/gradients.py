@@ -48,7 +48,8 @@ def gradient_picture(histogram: GradientHistogram, width: float = WIDE_INCHES) -
         axes.stairs(shares, edges, fill=True, color=colour, alpha=0.6, label=name)
     nonzero = [index for index, share in enumerate(shares) if share > 0]
     shown = [edges[index] for edges in (unscaled, exponents) for index in (nonzero[0], nonzero[-1] + 1)]
-    left, right = min([SMALLEST_EXPONENT - 4, *shown]), max([LARGEST_EXPONENT + 3, *shown])
+    left = min([SMALLEST_EXPONENT - 4, *shown])
+    right = max([LARGEST_EXPONENT + 3, *shown])
     axes.axvspan(left - 1, SMALLEST_EXPONENT, color=SHADE, zorder=-2)
     axes.axvspan(LARGEST_EXPONENT, right + 1, color=SHADE, zorder=-2)
     for limit, words in (

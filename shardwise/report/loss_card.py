@@ -21,7 +21,8 @@ def loss_card(run: RunRecord) -> Card:
         metrics = next((step.metrics for step in reversed(run.steps) if step.metrics), {})
         return Card("Held-out loss", loss_text(run.held_out_loss), _with_measures(note, metrics))
     if run.steps:
-        last, note = run.steps[-1], "last step; nothing was held out so far"
+        last = run.steps[-1]
+        note = "last step; nothing was held out so far"
         return Card("Training loss", loss_text(last.loss), _with_measures(note, last.measures or {}))
     return Card("Held-out loss", "–", "not yet")
 

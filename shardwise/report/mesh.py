@@ -60,7 +60,8 @@ def mesh(layout: Layout, devices_per_node: int, width: float = WIDE_INCHES) -> F
 
 def _shown_rows(layout: Layout, columns: int, in_node: int) -> list[range]:
     """Rows of neighbouring ranks: all, else the first of every stage, else those of the first and last stages."""
-    world, stages = layout.world_size, layout.ranks(lambda axis: axis.stages)
+    world = layout.world_size
+    stages = layout.ranks(lambda axis: axis.stages)
     stride = world // stages  # axes of stages are the outermost
     every = list(islice(_rows_of_ranks(range(world), columns, in_node, world), SHOWN_ROWS + 1))
     if len(every) <= SHOWN_ROWS:
@@ -70,7 +71,8 @@ def _shown_rows(layout: Layout, columns: int, in_node: int) -> list[range]:
         members = range(stage * stride, (stage + 1) * stride)
         stage_rows += islice(_rows_of_ranks(members, columns, in_node, world), max(1, SHOWN_ROWS // stages))
     # Two stages can share a row; draw each row once.
-    rows, half = list(dict.fromkeys(stage_rows)), SHOWN_ROWS // 2
+    rows = list(dict.fromkeys(stage_rows))
+    half = SHOWN_ROWS // 2
     return rows if len(rows) <= SHOWN_ROWS else [*rows[:half], *rows[-half:]]
 
 

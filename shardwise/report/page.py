@@ -224,12 +224,14 @@ def _peak_card(run: RunRecord) -> Card:
 
 
 def _speed_card(run: RunRecord) -> Card:
-    step, measured = run.plan.step, run.step_seconds
+    step = run.plan.step
+    measured = run.step_seconds
     if not measured:
         return Card("Throughput", tokens_rate(step.tokens_per_second, step.unit), "predicted")
     error = error_in_words(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
-    trained, processed = run.tokens_per_second, step.tokens / measured
+    trained = run.tokens_per_second
+    processed = step.tokens / measured
     counts = step.units.trained
     if trained is not None and counts != "targets" and (counts != "tokens" or trained < 0.95 * processed):
         note += f"\n{tokens_rate(trained, counts)} trained on"
@@ -238,7 +240,8 @@ def _speed_card(run: RunRecord) -> Card:
 
 def _mfu_card(run: RunRecord) -> Iterator[Card]:
     """Measured MFU: the planned FLOPs over the measured time. None where the peak of the CPU is only assumed."""
-    step, measured = run.plan.step, run.step_seconds
+    step = run.plan.step
+    measured = run.step_seconds
     predicted = percent_text(step.mfu, 1)
     if not measured:
         yield Card("MFU", predicted, "predicted")
@@ -290,8 +293,10 @@ def _unseen(plan: Plan) -> str | None:
 
 
 def _ledger_rows(plan: Plan) -> list[Bar]:
-    rows, peak = by_size(plan.ledger), plan.peak.bytes
-    unit, longest = unit_for(peak), max((size for _, size in rows), default=1)
+    rows = by_size(plan.ledger)
+    peak = plan.peak.bytes
+    unit = unit_for(peak)
+    longest = max((size for _, size in rows), default=1)
     return [
         Bar(row_label(row), unit.write(size), percent_text(size, peak), 100 * size / longest, COLOURS[row])
         for row, size in rows
@@ -308,7 +313,8 @@ def _blocks_picture(plan: Plan) -> Picture | None:
 
 def _sites(plan: Plan) -> dict[str, Any]:
     """Rows of the allocation sites at the peak: those that are shown at once, and the others."""
-    unit, largest = unit_for(plan.peak.bytes), max((site.bytes for site in plan.sites), default=1)
+    unit = unit_for(plan.peak.bytes)
+    largest = max((site.bytes for site in plan.sites), default=1)
     rows = [
         {
             "site": site.module or (site.row and f"outside of modules, {site.phase}") or "smaller sites",
@@ -335,7 +341,8 @@ def _operation_in_words(operation: str) -> str:
 
 
 def _time_rows(run: RunRecord) -> list[Bar]:
-    predicted, measured = run.plan.step.seconds, run.step_seconds
+    predicted = run.plan.step.seconds
+    measured = run.step_seconds
     longest = max(predicted, measured or 0.0)
     rows = [Bar("predicted", seconds(predicted), "", 100 * predicted / longest, "none", hollow=True)]
     if measured:
@@ -355,7 +362,8 @@ def _measured_phases(run: RunRecord) -> dict[str, Any]:
 
 def _split_rows(plan: Plan) -> list[Bar]:
     split = plan.step.split
-    whole, longest = sum(split.values()), max(split.values(), default=0.0) or 1.0
+    whole = sum(split.values())
+    longest = max(split.values(), default=0.0) or 1.0
     return [
         Bar(part, seconds(spent), percent_text(spent, whole), 100 * spent / longest)
         for part, spent in split.items()

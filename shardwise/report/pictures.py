@@ -248,7 +248,8 @@ def memory_timeline(plan: Plan, width: float = WIDE_INCHES) -> Figure:
     if not ledgers or not plan.peak.bytes:
         axes.text(0.5, 0.5, "this plan holds no timeline", transform=axes.transAxes, ha="center", color=MUTED)
         return figure
-    peak, capacity = plan.peak.bytes, plan.capacity_bytes
+    peak = plan.peak.bytes
+    capacity = plan.capacity_bytes
     unit = unit_for(peak)
     rows = [row for row in STACK if any(getattr(ledger, row) for ledger in ledgers)]
     heights = [[getattr(ledger, row) / unit.size for ledger in ledgers] for row in rows]

@@ -164,7 +164,10 @@ class StepLines:
             return ()
         status = self._path.stat()
         if status.st_ino != self._inode or status.st_size < self._read:  # a resume has written it anew
-            self._steps, self._read, self._lines, self._inode = [], 0, 0, status.st_ino
+            self._steps = []
+            self._read = 0
+            self._lines = 0
+            self._inode = status.st_ino
         if status.st_size > self._read:
             self._add(read_bytes(self._path)[self._read :])
         return tuple(self._steps)

@@ -112,7 +112,8 @@ def _measure_rows(steps: Sequence[StepRecord]) -> list[Series]:
 
 def _throughput(steps: Sequence[StepRecord], units: Units) -> list[Series]:
     """Of the tokens that are read and trained on; in two rows where units differ."""
-    processed, title = [step.processed_per_second for step in steps], f"{units.read} per second"
+    processed = [step.processed_per_second for step in steps]
+    title = f"{units.read} per second"
     trained = [step.tokens_per_second for step in steps]
     if units.trained == units.read:
         return [Series(title, {"processed": processed, "trained on": trained})]

@@ -236,7 +236,8 @@ def _ledger_table(
     The largest row has the longest bar. Free memory gets a bar only if it is not longer than that. If free memory is
     below the reserve, it is labelled as the reserve, because none of it may be used.
     """
-    peak, free = ledger.total, capacity - ledger.total
+    peak = ledger.total
+    free = capacity - ledger.total
     unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(ledger)
     longest = rows[0][1] if rows else 0
     table = columns("left", "left", "right", "right")
@@ -259,7 +260,8 @@ def _ledger_table(
 def _time_table(plan: Plan, width: int, least: float = 0.0) -> Table:
     """The parts of a step of at least this share."""
     table = columns("left", "left", "right", "right")
-    whole, longest = sum(plan.step.split.values()), max(plan.step.split.values(), default=0.0)
+    whole = sum(plan.step.split.values())
+    longest = max(plan.step.split.values(), default=0.0)
     for part, spent in plan.step.split.items():
         if spent < least * whole:
             continue

@@ -109,7 +109,8 @@ def linear_cross_entropy_sum(
 
     Returns a scalar in fp32 (fp64 for fp64 inputs).
     """
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    targets = labels.flatten()
     if not torch.is_grad_enabled():
         return _losses(rows, weight, bias, targets, vocabulary)[0].sum()
     if rows.dtype in (torch.float32, torch.float64):
@@ -129,7 +130,8 @@ def linear_cross_entropies(
     Every token may have another gradient, so all dtypes recompute the logits. The result is no view: FSDP2 puts a hook
     on what a module returns.
     """
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    targets = labels.flatten()
     if torch.is_grad_enabled():
         losses: Tensor = _RecomputedLogits.apply(rows, weight, bias, targets, vocabulary)
         return losses

@@ -277,7 +277,8 @@ class CompiledForward:
 @contextmanager
 def _as_traced() -> Iterator[None]:
     global _tracing
-    before, _tracing = _tracing, True
+    before = _tracing
+    _tracing = True
     try:
         yield
     finally:

@@ -101,7 +101,8 @@ def _trusts_varlen(dtype: torch.dtype, head_width: int, device: torch.device) ->
 
 def _varlen_error(dtype: torch.dtype, head_width: int, device: torch.device) -> float:
     """The largest error of a row of the output or of a gradient, over documents around the size of a tile."""
-    generator, length = torch.Generator(device).manual_seed(0), 320
+    generator = torch.Generator(device).manual_seed(0)
+    length = 320
     shapes = ((1, number, length, head_width) for number in (4, 2, 2))
     drawn = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
     q, k, v = heads = [tensor.requires_grad_() for tensor in drawn]

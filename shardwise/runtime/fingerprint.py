@@ -40,7 +40,8 @@ def fingerprint_of(
         without: names that are left out.
         trained: whether trained parameters count, too; then all formats do, by their bytes.
     """
-    plain, sums = True, dict[str, tuple[tuple[int, ...], int]]()
+    plain = True
+    sums = dict[str, tuple[tuple[int, ...], int]]()
     for name, parameter in named_parameters(model):
         if (trained or not parameter.requires_grad) and name not in without:
             known, unpack = (unpacked or {}).get(name, (name, None))

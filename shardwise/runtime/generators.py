@@ -15,7 +15,9 @@ from shardwise.hardware.kinds import kind_of
 @contextmanager
 def generators_kept(device: torch.device | None = None) -> Iterator[None]:
     """Leave the generators, also torch's of the current device of this kind, as they were."""
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    host = torch.get_rng_state()
     own = None if device is None or kind_of(device).is_host else torch.get_device_module(device)
     on_device = None if own is None else own.get_rng_state()
     try:

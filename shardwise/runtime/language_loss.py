@@ -35,7 +35,8 @@ def token_loss(
 
 def language_loss(logits_of: Logits, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(summed next-token loss, number of targets) of a batch with ``input_ids`` and ``labels`` [b, s]."""
-    labels, given = batch["labels"], (batch["input_ids"], batch.get("positions"), batch.get("starts"))
+    labels = batch["labels"]
+    given = (batch["input_ids"], batch.get("positions"), batch.get("starts"))
     head, vocabulary = loss_head(model), vocabulary_of(model)
     with vocabulary.local_logits():
         if head is None:
@@ -49,7 +50,8 @@ def log_probabilities(logits_of: Logits, model: nn.Module, batch: Mapping[str, T
 
     A chunked loss computes them without whole logits.
     """
-    labels, given = batch["labels"], (batch["input_ids"], batch.get("positions"), batch.get("starts"))
+    labels = batch["labels"]
+    given = (batch["input_ids"], batch.get("positions"), batch.get("starts"))
     head, vocabulary = loss_head(model), vocabulary_of(model)
     with vocabulary.local_logits():
         if head is None:

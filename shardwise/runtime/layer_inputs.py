@@ -147,7 +147,8 @@ class LayerInputs(TorchFunctionMode):
 
     def _require_own_weights(self, written: Any) -> None:
         """Raise RecipeError for a write into a gathered weight: the shards, which outlive the pass, do not get it."""
-        model, classes = self.model, type(self.model).__mro__
+        model = self.model
+        classes = type(self.model).__mro__
         if model is None or FSDPModule not in classes:
             return
         tensors = written if isinstance(written, list | tuple) else [written]
@@ -280,7 +281,8 @@ def state_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Buffers that a checkpoint has, but the statistics of norms, which training does not read."""
     for module in model.modules():
         if not hasattr(module, "num_batches_tracked"):
-            own, constant = module.named_buffers(recurse=False), non_persistent_buffers(module)
+            own = module.named_buffers(recurse=False)
+            constant = non_persistent_buffers(module)
             yield from (buffer for name, buffer in own if name not in constant)
 
 
@@ -302,7 +304,8 @@ class BufferWrites:
             for path, module in self._owners.items()
             for name, buffer in module.named_buffers(recurse=False)
         }
-        before, self._before = self._before, {name: (b, version_of(b)) for name, b in now.items()}
+        before = self._before
+        self._before = {name: (b, version_of(b)) for name, b in now.items()}
         return {name: b for name, b in now.items() if name in before and not _is_same(b, *before[name])}
 
 

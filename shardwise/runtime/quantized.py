@@ -111,7 +111,8 @@ class StackPacking:
 
     def pack(self, stack: Tensor, part: slice) -> Tensor:
         """Pack these matrices of a stack, some at a time."""
-        rows, matrix = self.matrix.shape[0], self.matrix
+        rows = self.matrix.shape[0]
+        matrix = self.matrix
         padding = rows * matrix.values - self._size
         chunks = []
         for some in stack.detach()[part].split(self._at_a_time):
@@ -184,7 +185,8 @@ def _pack_nf4(parts: Tensor) -> Tensor:
 
 
 def _unpack_nf4(packed: Tensor, group: int) -> Tensor:
-    codes, scales = packed[:, : -group - 4], packed[:, -group - 4 : -4]
+    codes = packed[:, : -group - 4]
+    scales = packed[:, -group - 4 : -4]
     levels = _nf4_levels(packed.device)
     values = F.embedding(codes.int(), levels_by_byte(levels)).view(packed.shape[0], group, SCALE_BLOCK)
     return values.mul_(_scales(scales, _last(packed)).unsqueeze(2))

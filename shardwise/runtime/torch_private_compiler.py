@@ -154,7 +154,9 @@ def _loaded(graph: Any, kernel: Callable[..., None]) -> Any:
 
     code, _ = graph.codegen()
     key, path = PyCodeCache.write(code.value)
-    graph.cache_key, graph.cache_path, graph.cache_linemap = key, path, []
+    graph.cache_key = key
+    graph.cache_path = path
+    graph.cache_linemap = []
     with mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *_: kernel):
         # It is not among sys.modules, so it is not taken for that of the real code.
         spec = cast("ModuleSpec", spec_from_file_location(f"shardwise_dry_run_{key}", path))

@@ -131,7 +131,8 @@ class StaticFakeMode(FakeTensorMode):
         return entry
 
     def _output_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
-        asked, self._asked = self._asked, None
+        asked = self._asked
+        self._asked = None
         self._remember_entry(asked, entry, key.key[0])
         return super()._output_from_cache_entry(state, entry, key, *call)
 
@@ -255,7 +256,8 @@ def _produced(result: Any, args: Any, kwargs: Any) -> _Produced | None:
         return _Produced(None)
     if type(result) is not FakeTensor:
         return None
-    storage, viewed = storage_key(result.untyped_storage()), None
+    storage = storage_key(result.untyped_storage())
+    viewed = None
     for where, given in (*enumerate(args), *kwargs.items()):
         if given is result:
             return _Produced(where)
@@ -264,7 +266,9 @@ def _produced(result: Any, args: Any, kwargs: Any) -> _Produced | None:
                 if tensor is not given:
                     return None
                 viewed = where
-    shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
+    shape = tuple(result.shape)
+    stride = result.stride()
+    offset = int(result.storage_offset())
     return _Produced(viewed, shape, stride, offset, result.dtype, result.requires_grad, result.device)
 
 

@@ -60,7 +60,8 @@ EXPERT_CAPACITY: Setting[float] = Setting(
 
 def _degree_divides(case: Case, degree: int) -> bool:
     """Whether experts can be divided over so many ranks of this mesh."""
-    inner, copies = case.ranks(lambda axis: axis.within_layer), case.strategy[REPLICATE]
+    inner = case.ranks(lambda axis: axis.within_layer)
+    copies = case.strategy[REPLICATE]
     if case.strategy[ZERO_STAGE] == 0:
         copies = 1
     whole = degree % inner == 0 and case.data_ranks % (degree // inner * copies) == 0

@@ -95,7 +95,8 @@ class Float8(Wrapping):
         from shardwise.runtime.float8 import Float8Linear, scaling_named
         from shardwise.runtime.parallel.shard_slices import local_part
 
-        scaling, every = site.strategy[FP8_SCALING], site.strategy[FP8_LAYERS] == "all"
+        scaling = site.strategy[FP8_SCALING]
+        every = site.strategy[FP8_LAYERS] == "all"
         how = scaling_named({"tensor": "tensorwise", "row": "rowwise"}[scaling])
         total = taken = 0
         for parent, name, linear in list(_linear_layers(site.view.blocks)):

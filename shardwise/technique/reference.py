@@ -134,7 +134,8 @@ class Reference(Wrapping):
         case = Case(site.strategy, layout.world_size, site.context.recipe, dict(layout.axes))
         if not reads_reference(case):
             return
-        site.options.reference, adapter = _resolved(case), case.recipe.adapter
+        site.options.reference = _resolved(case)
+        adapter = case.recipe.adapter
         if site.options.reference == "adapter_off" and adapter is not None:
             new = adapter.start_from is None and not adapter.loftq_iterations and not adapter.modules_to_save
             site.options.keeps_first_values = not new

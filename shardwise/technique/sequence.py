@@ -173,7 +173,8 @@ class SequenceParallel(Dividing):
             raise refusal(site.view.context_parallel_obstacle)
         balanced = site.strategy[SEQUENCE_METHOD] == "ring"
         context = site.context
-        rank, degree = context.mesh.get_local_rank(SEQUENCE_AXIS.name), context.layout.degree(SEQUENCE_AXIS)
+        rank = context.mesh.get_local_rank(SEQUENCE_AXIS.name)
+        degree = context.layout.degree(SEQUENCE_AXIS)
         objective = context.blueprint.minimises
         shard = TokenShard(rank, degree, balanced, objective.per_token, objective.per_sample)
         site.options.batch_transforms.append(shard.shard_batch)

@@ -64,7 +64,8 @@ def _of_degree(fits: Callable[[Dimensions, int], bool]) -> Callable[[Case], bool
     """Broken where a degree above 1 does not fit the dimensions."""
 
     def broken(case: Case) -> bool:
-        degree, dimensions = case.strategy[TENSOR_PARALLEL], case.dimensions
+        degree = case.strategy[TENSOR_PARALLEL]
+        dimensions = case.dimensions
         return degree > 1 and dimensions is not None and not fits(dimensions, degree)
 
     return broken
@@ -80,7 +81,8 @@ def _something_each(d: Dimensions, degree: int) -> bool:
 
 def _nearest_degree(case: Case) -> Mapping[str, object]:
     """The largest lower degree that the model and the devices allow."""
-    degree, dimensions = case.strategy[TENSOR_PARALLEL], case.dimensions
+    degree = case.strategy[TENSOR_PARALLEL]
+    dimensions = case.dimensions
     assert dimensions is not None
     others = case.model_ranks // degree
     return {
@@ -107,7 +109,8 @@ def _sequence_ranks(case: Case) -> int:
 
 
 def _cut_blocks(case: Case) -> bool:
-    degree, dimensions = case.strategy[TENSOR_PARALLEL], case.dimensions
+    degree = case.strategy[TENSOR_PARALLEL]
+    dimensions = case.dimensions
     if degree == 1 or dimensions is None or case.recipe.optimizer.name != "adamw_8bit":
         return False
     return any(size % (degree * _MOMENTS_BLOCK) for size in (dimensions.width, dimensions.ffn))
@@ -214,7 +217,8 @@ class TensorParallel(Dividing):
         if shares != "none":
             site.options.random_per_rank = True  # no two ranks compute the same
             site.options.sequence_shards = site.strategy[TENSOR_PARALLEL]
-        mesh, view = site.context.mesh[TENSOR_AXIS.name], site.view
+        mesh = site.context.mesh[TENSOR_AXIS.name]
+        view = site.view
         for stage in view.stages:
             shard_layers(
                 stage.model, view.tensor_plan(), mesh, shares != "none", shares == "regathered", view.own_axes

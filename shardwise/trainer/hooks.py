@@ -84,17 +84,16 @@ class Hooks:
 
     def asked(self) -> tuple[bool, ...]:
         """Which of ASKS the callbacks of this rank have asked for since the last call."""
-        asked, self._asked = self._asked, set()
+        asked = self._asked
+        self._asked = set()
         return tuple(ask in asked for ask in ASKS)
 
     def step(self, values: Values) -> None:
         for name, answer in self._call("on_step", values):
             asks = {answer} if isinstance(answer, str) else set(answer or ())
             if unknown := asks.difference(ASKS):
-                what, why = (
-                    "a callback asks for an unknown action",
-                    f"on_step returned {min(map(str, unknown))!r}",
-                )
+                what = "a callback asks for an unknown action"
+                why = f"on_step returned {min(map(str, unknown))!r}"
                 fix = f"return one of {', '.join(ASKS)}, a list of them, or None"
                 raise RecipeError(what, where=f"callbacks: {name}", why=why, fix=fix)
             self._asked |= asks

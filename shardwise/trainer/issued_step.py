@@ -63,7 +63,8 @@ class StepFlags:
     """
 
     def __init__(self, skips: bool) -> None:
-        self._skips, self._flags = skips, dict[int, Tensor]()
+        self._skips = skips
+        self._flags = dict[int, Tensor]()
 
     def add(self, index: int, agreed: Tensor) -> Tensor:
         """The flags of a step that has been issued, with ``agreed`` of now."""

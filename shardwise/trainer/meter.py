@@ -43,7 +43,9 @@ class MemoryMeter:
     """Measures from its construction on. ``after_step`` raises ``peak``; ``forget`` ignores memory outside of steps."""
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
-        self._device, self._exact, self._steps = device, exact, 0
+        self._device = device
+        self._exact = exact
+        self._steps = 0
         self.peak = Measured(0, 0)
         self._module = None if kind_of(device).is_host else torch.get_device_module(device)
         if self._module is not None:

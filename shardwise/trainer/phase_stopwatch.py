@@ -38,7 +38,8 @@ class PhaseStopwatch:
     """Times phases in the steps of a run, and communication in a few. The run starts, or resumes, after ``first``."""
 
     def __init__(self, run: Run, first: int) -> None:
-        self._device, self._first = run.device, first + BEFORE
+        self._device = run.device
+        self._first = first + BEFORE
         blocks = kind_of(run.device).is_host and run.context.layout.world_size > 1
         left = run.recipe.steps - self._first - 1 - _ENOUGH
         count = max(0, min(_COMMUNICATION, left)) if blocks else 0

@@ -117,7 +117,8 @@ def _by_sample(
     for rows, batch, result in zip(indices, batches, results, strict=True):
         if result is None:
             continue
-        units, values = batch["present"].sum(1).tolist(), result.double().cpu().numpy()
+        units = batch["present"].sum(1).tolist()
+        values = result.double().cpu().numpy()
         yield from ((n, values[at, : units[at]]) for at, n in enumerate(rows) if n is not None)
 
 
@@ -130,7 +131,8 @@ def _read_values(path: Path, names: Sequence[str]) -> ByName:
     empty: ByName = {name: {} for name in names}
     try:
         with np.load(path, allow_pickle=False) as file:
-            numbers, ends = file["numbers"].tolist(), np.cumsum(file["units"])[:-1]
+            numbers = file["numbers"].tolist()
+            ends = np.cumsum(file["units"])[:-1]
             return {n: dict(zip(numbers, np.split(file[n], ends), strict=True)) for n in names}
     except (OSError, KeyError, ValueError, EOFError, BadZipFile):
         return empty

@@ -82,7 +82,8 @@ class Predictions:
         return on_rank_0(self._computed)
 
     def _computed(self) -> dict[str, float]:
-        parts, self._parts = sorted(self._parts, key=lambda part: part[0]), []
+        parts = sorted(self._parts, key=lambda part: part[0])
+        self._parts = []
         if not parts:
             return {}
         _, results, batches = zip(*parts, strict=True)

@@ -45,8 +45,10 @@ class Profiling:
     ) -> None:
         self._rank = dist.get_rank()
         self._steps = frozenset(spec.steps) if self._rank in spec.ranks else frozenset[int]()
-        self._memory, self._cuda = spec.memory, not kind_of(device).is_host
-        self._folder, self._warn = folder / PROFILE_FOLDER, warn
+        self._memory = spec.memory
+        self._cuda = not kind_of(device).is_host
+        self._folder = folder / PROFILE_FOLDER
+        self._warn = warn
 
     def over(self, index: int) -> AbstractContextManager[None]:
         """Enclose the step ``index``, counted from 0."""

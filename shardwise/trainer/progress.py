@@ -52,7 +52,8 @@ class Progressing:
         units: Units = TOKENS,
         seconds: float = PLAIN_SECONDS,
     ) -> None:
-        self._console, self._seconds = console or Console(highlight=False), seconds
+        self._console = console or Console(highlight=False)
+        self._seconds = seconds
         self._steps, self._units = steps, units
         self._last_line = 0.0
         self._line = StepLine(steps, resumed, units)
@@ -98,7 +99,8 @@ class StepLine:
             self._first = metrics.step, now
         step, began = self._first
         mean = (now - began) / (metrics.step - step) if metrics.step > step else metrics.seconds
-        self._metrics, self.left = metrics, (self._steps - metrics.step) * mean
+        self._metrics = metrics
+        self.left = (self._steps - metrics.step) * mean
 
     def plain(self, metrics: StepRecord) -> str:
         """The line without a terminal."""

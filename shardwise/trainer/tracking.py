@@ -74,7 +74,8 @@ class Tracking(Callback):
         self._queue.put(lambda: self._begin(run))
 
     def on_step(self, step: Values) -> None:
-        number, numbers = step["step"], series(step)
+        numbers = series(step)
+        number = step["step"]
         self._each(lambda tracker: tracker.log(number, numbers))
 
     def on_save(self, saved: Values) -> None:

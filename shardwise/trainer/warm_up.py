@@ -81,7 +81,8 @@ def warm_kernels(
     if kind_of(device).is_host:
         return_large_frees(True)
     alone = strategy.with_values(micro_batch_size=1)
-    layout, layers = layout_of(alone, dist.get_world_size()), max(2, stages_of(alone))
+    layout = layout_of(alone, dist.get_world_size())
+    layers = max(2, stages_of(alone))
     recipe = _tiny(layout, layers, optimizer or OptimizerSpec())
     try:
         run = build(recipe, blueprint_of(recipe), alone, device)

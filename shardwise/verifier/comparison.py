@@ -42,7 +42,8 @@ def parameter_differences(run: Run, weights: Path) -> dict[str, float]:
                 continue
             mine = local_part(parameter).double()
             theirs = _slice(file, name, parameter).to(mine.device).double()
-            mine, theirs = mine.where(~theirs.isnan(), 0.0), theirs.nan_to_num(nan=0.0)
+            mine = mine.where(~theirs.isnan(), 0.0)
+            theirs = theirs.nan_to_num(nan=0.0)
             row = torch.stack([(mine - theirs).square().sum(), theirs.square().sum()])
             sums[names.index(name)] = row / run.ranks_of(parameter)
     dist.all_reduce(sums)

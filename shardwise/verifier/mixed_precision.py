@@ -105,7 +105,8 @@ class MixedPrecision:
         self._loss = ReferenceLoss(blueprint, recipe.seed, self.compute, device)
         if moved:
             _move(self._model, torch.finfo(self.compute).eps / 2, moved)
-        self._alone, self._bits = not digits.master_weights, torch.Generator(device).manual_seed(moved)
+        self._alone = not digits.master_weights
+        self._bits = torch.Generator(device).manual_seed(moved)
         self._weights = {name: p for name, p in named_parameters(self._model) if p.requires_grad}
         rounded = self.compute if self._alone else self._wide
         self._masters = {
@@ -175,7 +176,8 @@ class MixedPrecision:
             with self._autocast, _own_kernels(self._model, self._device, self.compute):
                 self._biases.begin(batch)
                 loss, targets = self._loss(self._model, batch)
-            total, count = total + loss.item(), count + int(targets)
+            total += loss.item()
+            count += int(targets)
             # Without labels the targets of later micro-batches are not known yet. So the first stands for all, and
             # the factor below corrects it. Dividing only afterwards would overflow in 16 bits.
             divisor = divisor or max(1, count * len(batches))

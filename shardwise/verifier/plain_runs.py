@@ -60,7 +60,8 @@ def run_plain(
     data = open_data(recipe, blueprint.dataset)
 
     def trained(number: int, steps: int, scale: float | None = None) -> _PlainRun:
-        run, seen = MixedPrecision(recipe, blueprint, strategy, device, number), []
+        run = MixedPrecision(recipe, blueprint, strategy, device, number)
+        seen = []
         source = batches_of(data, run.rank(strategy), folder)
         start = run.weights()
         for index in range(-1, steps):

@@ -131,7 +131,8 @@ def train_reference(
             biases.begin(batch)
             loss, targets = loss_function(model, batch)
             loss.backward()
-            total, count = total + loss.item(), count + int(targets)
+            total += loss.item()
+            count += int(targets)
         for p in parameters.values():
             if p.grad is not None:
                 p.grad /= max(1, count)
@@ -183,7 +184,8 @@ class PlainOptimizer:
     """
 
     def __init__(self, recipe: Recipe, blueprint: Blueprint, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._recipe, spec = recipe, built(recipe)
+        self._recipe = recipe
+        spec = built(recipe)
         self._optimizers = (
             [_plain_optimizer(_parameter_groups(blueprint, parameters, spec), spec)]
             if spec.factory is None

@@ -25,22 +25,26 @@ class PlainLossScale:
     """
 
     def __init__(self, spec: LossScaleSpec) -> None:
-        self._spec, self.value = spec, spec.initial
-        self._clean, self._overflows_left = 0, spec.hysteresis
+        self._spec = spec
+        self.value = spec.initial
+        self._clean = 0
+        self._overflows_left = spec.hysteresis
 
     def update(self, overflowed: bool) -> None:
         """Learn whether the gradients of a step were finite."""
         if not self._spec.dynamic:
             return
         if overflowed:
-            self._clean, self._overflows_left = 0, self._overflows_left - 1
+            self._clean = 0
+            self._overflows_left -= 1
             if self._overflows_left <= 0:
                 self.value = max(self.value * self._spec.backoff, self._spec.floor)
         else:
             self._clean += 1
             if self._clean == self._spec.growth_interval:
                 self.value *= self._spec.growth
-                self._clean, self._overflows_left = 0, self._spec.hysteresis
+                self._clean = 0
+                self._overflows_left = self._spec.hysteresis
 
 
 class PlainNormLimit:
@@ -65,7 +69,8 @@ class PlainNormLimit:
             self._mean = statistics.fmean(self._norms)
             self._variance = statistics.pvariance(self._norms)
             return float("inf")
-        z, deviation = self._spec.z, self._variance**0.5
+        z = self._spec.z
+        deviation = self._variance**0.5
         # 1e-6: norms that do not vary have no deviation.
         score = (norm - self._mean) / (deviation + 1e-6)
         limit = float("inf")
@@ -120,7 +125,8 @@ def in_8_bits(value: Tensor, signed: bool) -> Tensor:
     rows = value.flatten(1).float()
     blocks = F.pad(rows, (0, -rows.shape[1] % _SCALE_BLOCK)).unflatten(1, (-1, _SCALE_BLOCK))
     scale = blocks.abs().amax(-1, keepdim=True)
-    unit, codes = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny), _codes(signed).to(value.device)
+    unit = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    codes = _codes(signed).to(value.device)
     above = torch.searchsorted(codes, unit).clamp(1, len(codes) - 1)
     nearer = unit - codes[above - 1] > codes[above] - unit
     index = torch.where(nearer, above, above - 1)

@@ -282,7 +282,8 @@ def _worst_step(
         difference = apart(mine, theirs)
         if difference is None:
             continue
-        noise, least = first_noise, 0.0
+        noise = first_noise
+        least = 0.0
         if index > 0:
             noise = noise + _known(part for repeat in repeats for part in repeat[: index + 2])
             least = floor

@@ -118,7 +118,9 @@ def exactly(recipe: Recipe, strategy: Strategy) -> tuple[Recipe, Strategy, tuple
 
     An optimizer of a library that rounds has no exact form: AdamW is in its place.
     """
-    wide, name, factory = in_fp64(strategy), recipe.optimizer.name, recipe.optimizer.factory
+    wide = in_fp64(strategy)
+    name = recipe.optimizer.name
+    factory = recipe.optimizer.factory
     replaced: dict[str, Any] = {"name": _EXACT.get(name, name)}
     if _optimizer_rounds(recipe):
         replaced = {"name": "adamw", "factory": None, "arguments": Arguments()}
@@ -145,7 +147,8 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
 
     source = batches_of(data, PlainRank(loss.passes(model), strategy, torch.device("cpu")), folder)
 
-    objective, signals = blueprint.minimises, list[bool]()
+    signals = list[bool]()
+    objective = blueprint.minimises
 
     def batches() -> Iterator[list[Batch]]:
         for index in range(recipe.steps):
@@ -212,7 +215,8 @@ def run_strategy(
     ignored = tuple(left["undetermined"])
     apart = {n: d for n, d in parameter_differences(run, folder / _WEIGHTS_FILE).items() if n not in ignored}
     worst = max(apart, key=lambda name: apart[name], default="")
-    precision, inside = precision_of(strategy), bool(left["rounds_to_fp32"])
+    precision = precision_of(strategy)
+    inside = bool(left["rounds_to_fp32"])
     cancels = run.objective.cancels  # then the gradient has the size of the terms, and the loss has not
     return Verdict(
         max(relative(ours.loss, theirs.loss, theirs.grad_norm * cancels) for ours, theirs in pairs),
@@ -232,10 +236,12 @@ def run_strategy(
 def run_near_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
     """Train with the strategy on all ranks and compare with what ``run_plain`` left in ``folder``."""
     run, data, words = _built(recipe, strategy, device)
-    batches, runs = batches_of(data, run, folder), read_runs(folder)
+    batches = batches_of(data, run, folder)
+    runs = read_runs(folder)
     gradients = _first_gradients(run, batches, runs.loss_scale, folder) if run.synchronous else {}
     seen = trained(run, batches, recipe.steps)
-    skips, own = [step.skipped for step in seen], sum(step.skipped for step in runs.steps)
+    skips = [step.skipped for step in seen]
+    own = sum(step.skipped for step in runs.steps)
     if skips != [step.skipped for step in runs.steps]:
         # From another number of updates on nothing is alike, so the plain process follows the strategy's.
         if dist.get_rank() == 0:
@@ -252,7 +258,8 @@ def _first_gradients(
 ) -> dict[str, float]:
     """Misalignments of the gradients of the first step, without an update."""
     seed_step(run.recipe.seed, 0, run.random_rank)
-    scale, before = run.loss_scale.value, run.loss_scale.value.clone()
+    scale = run.loss_scale.value
+    before = run.loss_scale.value.clone()
     scale.fill_(loss_scale)
     with run.update.suspended():
         run.passes.forward_backward(batches.at(0))

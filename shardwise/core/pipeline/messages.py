@@ -74,7 +74,8 @@ def message_of(action: Action, ranks: int, stages: int) -> Message | None:
 
 
 def _post(rank: int, lists: Sequence[Order], clocks: dict[Action, tuple[int, ...]]) -> Post:
-    ranks, stages = len(lists), 1 + max(action.stage for order in lists for action in order)
+    ranks = len(lists)
+    stages = 1 + max(action.stage for order in lists for action in order)
     index = {action: i for order in lists for i, action in enumerate(order)}
     asked: dict[tuple[int, bool, bool], list[Message]] = {}
     received: dict[Action, tuple[int, Message]] = {}

@@ -140,7 +140,9 @@ def needs(action: Action, stages: int, halved: bool) -> list[Action]:
 
     ``halved``: backward passes are split into I and W.
     """
-    stage, micro_batch, back = action.stage, action.micro_batch, "I" if halved else "B"
+    stage = action.stage
+    micro_batch = action.micro_batch
+    back = "I" if halved else "B"
     if action.kind == "F":
         return [Action("F", stage - 1, micro_batch)] if stage > 0 else []
     if action.kind == "W":
@@ -181,7 +183,8 @@ def play(
 
     Raises ValueError when the ranks wait for each other.
     """
-    ranks, halved = len(lists), any(a.kind == "I" for a in lists[0])
+    ranks = len(lists)
+    halved = any(a.kind == "I" for a in lists[0])
     stages = 1 + max(action.stage for order in lists for action in order)
     ends: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in lists]

@@ -62,10 +62,8 @@ def build_optimizer(
         if hosted and offload.folder is None:
             return HostOptimizer(groups, host_rule)
         rule = host_rule if hosted else _rule(spec, seed, device, rounded)
-        chosen, staged = (
-            share_of(trainable, offload.fraction),
-            has_separate_host_memory(device) and not hosted,
-        )
+        chosen = share_of(trainable, offload.fraction)
+        staged = has_separate_host_memory(device) and not hosted
         return OffloadedOptimizer(groups, rule, host_rule, chosen, offload.folder, staged)
     return Optimizer(groups, _rule(spec, seed, device, rounded))
 
@@ -89,7 +87,8 @@ def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -
     fused: UpdateRule = FusedAdamW(spec.betas, spec.epsilon)
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     if spec.name == "sgd":
-        fused, names = FusedSGD(spec.momentum), ("momentum",) if spec.momentum else ()
+        fused = FusedSGD(spec.momentum)
+        names = ("momentum",) if spec.momentum else ()
     eight_bit = spec.name == "adamw_8bit"
     if not rounded and not eight_bit:
         return fused

@@ -86,9 +86,11 @@ def distributed_as(parameter: Tensor, piece: Tensor, columns: int | None = None)
     """
     if not isinstance(parameter, DTensor):
         return piece
-    shape, stride = parameter.shape, parameter.stride()
+    shape = parameter.shape
+    stride = parameter.stride()
     if columns is not None:
-        shape, stride = parameter.shape[:1] + (columns,), (columns, 1)
+        shape = parameter.shape[:1] + (columns,)
+        stride = (columns, 1)
     return distributed_tensor(piece, parameter, shape, stride)
 
 

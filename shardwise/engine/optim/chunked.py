@@ -39,13 +39,15 @@ class ChunkedRule:
     def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
         untouched = skip > 0
         for chunk in chunks:
-            step, weights = chunk.state[STEP], as_rows(chunk.weight)
+            step = chunk.state[STEP]
+            weights = as_rows(chunk.weight)
             grads = chunk.grad.view_as(weights)
             moments = {name: as_rows(moment) for name, moment in chunk.state.items() if name != STEP}
             keys = self._position_keys(chunk, weights) if weights.dtype == torch.bfloat16 else None
             for rows in widened_rows(weights):
                 state = {STEP: step, **{name: moment[rows] for name, moment in moments.items()}}
-                first, stored = chunk.first + rows.start, weights[rows]
+                first = chunk.first + rows.start
+                stored = weights[rows]
                 read = self._updated(Chunk(chunk.parameter, first, stored, grads[rows], state), rate, skip)
                 for name in self.names:
                     self.moments.write(state, name, read.state[name], untouched)

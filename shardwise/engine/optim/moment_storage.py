@@ -81,7 +81,8 @@ class EightBit:
     def read(self, state: dict[str, Tensor], name: str) -> Tensor:
         if f"{name}_scale" not in state:
             return self._wide.read(state, name)
-        codes, scale = state[name], state[f"{name}_scale"]
+        codes = state[name]
+        scale = state[f"{name}_scale"]
         value = self._codes[_signed(name)].decoded(codes)
         for block, its in _blocks(value, scale):
             block.mul_(its)
@@ -90,7 +91,8 @@ class EightBit:
     def write(self, state: dict[str, Tensor], name: str, value: Tensor, skip: Tensor) -> None:
         if f"{name}_scale" not in state:
             return
-        codes, scale = state[name], state[f"{name}_scale"]
+        codes = state[name]
+        scale = state[f"{name}_scale"]
         value = value.to(torch.float32)
         value = value if _signed(name) else value.sqrt_()
         largest = torch.empty_like(scale)

@@ -53,7 +53,8 @@ class StateFile:
         self.counts: dict[nn.Parameter, dict[str, Tensor]] = {}
         end, largest = 0, 0
         for parameter in parameters:
-            state, regions = rule.state(stand_in(parameter)), {}
+            state = rule.state(stand_in(parameter))
+            regions = {}
             self.counts[parameter] = {STEP: state.pop(STEP)} if STEP in state else {}
             for name, tensor in state.items():
                 regions[name] = region = _region(end, tensor, parameter)
@@ -80,7 +81,8 @@ class StateFile:
     def fetch(self, slot: int, parameter: nn.Parameter, rows: slice) -> dict[str, Tensor]:
         """Start to read rows into a slot's buffer, after its last write; the result is valid after ``wait``."""
         self.wait(slot)
-        state, start = {}, 0
+        state = {}
+        start = 0
         for name, region in self._regions[parameter].items():
             shape = torch.Size((rows.stop - rows.start, region.columns))
             state[name] = carve(self._buffers[slot], start, shape, region.dtype)

@@ -98,7 +98,8 @@ class OffloadedOptimizer(Optimizer):
         order = [(p, rows) for p in parameters for rows in copied_rows(as_rows(p))]
         coming = [self._fetch(self._turn, *pair) for pair in order[:1]]
         for after in range(1, len(order) + 1):
-            piece, turn = coming.pop(), self._turn
+            piece = coming.pop()
+            turn = self._turn
             self._turn += 1
             if after < len(order):
                 coming.append(self._fetch(self._turn, *order[after]))
@@ -110,10 +111,12 @@ class OffloadedOptimizer(Optimizer):
 
     def _fetch(self, turn: int, parameter: nn.Parameter, rows: slice) -> Chunk:
         """The next chunk; its contents are valid after ``_wait``."""
-        slot, parameter_state = turn % SLOTS, self.state[parameter]
+        slot = turn % SLOTS
+        parameter_state = self.state[parameter]
         assert parameter.grad is not None
         weights = as_rows(parameter)
-        weight, grad = weights[rows], local(parameter.grad).view_as(weights)[rows]
+        weight = weights[rows]
+        grad = local(parameter.grad).view_as(weights)[rows]
         if self._staging is not None:
             weight, grad = self._staging.fetch(slot, weight, grad)
         if self._file is not None:
@@ -131,7 +134,8 @@ class OffloadedOptimizer(Optimizer):
             self._file.wait(turn % SLOTS)
 
     def _send(self, turn: int, piece: Chunk) -> None:
-        slot, rows = turn % SLOTS, piece.rows
+        slot = turn % SLOTS
+        rows = piece.rows
         if self._staging is not None:
             self._staging.send(slot, piece.weight, as_rows(piece.parameter)[rows])
         if self._file is not None:

@@ -96,7 +96,8 @@ class SteppedOptimizer:
     """
 
     def __init__(self, made: torch.optim.Optimizer, one_by_one: bool | None = None) -> None:
-        self.made, self._optimizers = made, nested(made)
+        self.made = made
+        self._optimizers = nested(made)
         groups = {id(group): group for optimizer in self._optimizers for group in optimizer.param_groups}
         self.groups = list(groups.values())
         self.parameters: list[nn.Parameter] = [p for group in made.param_groups for p in group["params"]]
@@ -181,7 +182,8 @@ class SteppedOptimizer:
             _put(member.stand_in.detach(), local_part(member.parameter))
 
     def _step_one_by_one(self) -> None:
-        before, after = self._read(), dict[int, dict[Any, Any]]()
+        before = self._read()
+        after = dict[int, dict[Any, Any]]()
         last = before
         for member in self.members:
             grad = member.parameter.grad
@@ -198,7 +200,9 @@ class SteppedOptimizer:
     @torch.no_grad()
     def _update(self, member: Member, weight: Tensor, grad: Tensor) -> None:
         """Update one whole parameter, and cut it and its state again."""
-        parameter, stand_in, cut = member.parameter, member.stand_in, local_slices(member.parameter)
+        parameter = member.parameter
+        stand_in = member.stand_in
+        cut = local_slices(member.parameter)
         stand_in.data, stand_in.grad = weight, grad
         shards = [{key: tree_flatten(value)[0] for key, value in state.items()} for state in member.states]
         for state in member.states:
@@ -213,7 +217,8 @@ class SteppedOptimizer:
                 former = former if len(former) == len(leaves) else [None] * len(leaves)
                 cuts = [_cut(parameter, leaf, old) for leaf, old in zip(leaves, former, strict=True)]
                 state[key] = tree_unflatten(cuts, spec)
-        stand_in.data, stand_in.grad = _nothing(parameter), None
+        stand_in.data = _nothing(parameter)
+        stand_in.grad = None
 
     def _read(self) -> list[dict[Any, Any]]:
         """All values outside of the states of parameters."""

@@ -152,7 +152,8 @@ def _examined(plain: TrialRun) -> tuple[int, bool]:
     for index, step in enumerate(plain_steps(plain), 1):
         _refuse_own_rates(step.asked, step.rates)
         draws |= step.drew
-        form, former = _form(plain.states()), form
+        former = form
+        form = _form(plain.states())
         steps = index if form != former else steps
         _refuse_new_forms(former, form)
     if steps == STEPS:

@@ -138,7 +138,8 @@ def _started(
 
 def small_like(named: Mapping[str, Tensor]) -> Small:
     """The first parameters of each kind of name, with as many dims as they have."""
-    small, alike = list[tuple[str, tuple[int, ...], torch.dtype]](), Counter[str]()
+    small = list[tuple[str, tuple[int, ...], torch.dtype]]()
+    alike = Counter[str]()
     for name, parameter in named.items():
         kind = re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
         alike[kind] += 1

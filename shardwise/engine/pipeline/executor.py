@@ -64,7 +64,8 @@ class Pipelined(ForwardBackward):
             batches = list(live.local_batches(self, batches))
             tokens = live.count_targets(batches)
             total = torch.zeros((), dtype=torch.float64, device=live.device)
-        order, mail = self._pipeline.order(len(batches)), self._mail(len(batches))
+        order = self._pipeline.order(len(batches))
+        mail = self._mail(len(batches))
         divisors = dict.fromkeys(range(len(batches)), tokens.clamp(min=1))
         step = Step(live, self._pipeline, dict(enumerate(batches)), divisors, mail)
         step.sees_loss = sees_loss
@@ -110,7 +111,8 @@ class Pipelined(ForwardBackward):
         live = self._live
         before: Mail | None = None
         for batch in batches:
-            mail, last = self._mail(1, forward_only=True), None
+            mail = self._mail(1, forward_only=True)
+            last = None
             for stage, part in self._pipeline.held.items():
                 action = Action("F", stage, 0)
                 given = batch["input_ids"] if part.first else mail.receive(action, hidden_shape(live, batch))
@@ -255,7 +257,9 @@ class Step:
             {"B": self._backward, "I": self._first_half, "W": self._second_half}[action.kind](action)
 
     def _forward(self, action: Action) -> None:
-        live, batch, part = self.live, self.batches[action.micro_batch], self.pipeline.held[action.stage]
+        live = self.live
+        batch = self.batches[action.micro_batch]
+        part = self.pipeline.held[action.stage]
         if part.first:
             given = batch["input_ids"]
         else:

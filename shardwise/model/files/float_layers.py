@@ -96,7 +96,8 @@ class BitsAndBytesFormat(Format):
             double = DoubleQuantization(
                 tensors["weight.nested_quant_map"].float(), tensors["weight.nested_absmax"].float(), offset
             )
-        table, scales = tensors["weight.quant_map"].float(), tensors["weight.absmax"]
+        table = tensors["weight.quant_map"].float()
+        scales = tensors["weight.absmax"]
         return BitsAndBytesWeight(*shape, weight.view(torch.uint8).flatten(), table, scales, double)
 
 

@@ -123,7 +123,8 @@ def _not_written(key: str, why: str) -> RecipeError:
 
 def _mixture_group(d: Dimensions, name: str, shape: TensorShape) -> TensorGroup:
     """A tensor under its released name; of experts, one for each projection of each."""
-    mixtral, stored = _class_of(d) == "Mixtral", _rotary_name(name)
+    mixtral = _class_of(d) == "Mixtral"
+    stored = _rotary_name(name)
     if mixtral:
         stored = stored.replace(".mlp.", ".block_sparse_moe.")
     path, _, kind = stored.rpartition(".")

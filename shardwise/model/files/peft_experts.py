@@ -79,7 +79,8 @@ def names_here(
     for name in shapes:
         if (match := _WRAPPER.fullmatch(name)) is None:
             continue
-        owner, depth = match[1], match[2].count(".")
+        owner = match[1]
+        depth = match[2].count(".")
         stacks = [f"{owner}.{last}" for last in EXPERT_WEIGHTS]
         targets = [stack for stack in stacks if targets_parameter(config, stack)]
         rows = shapes.get(_wrapper(owner, depth, "lora_A.weight"), ())[:1]
@@ -112,7 +113,8 @@ def shape_here(name: str, stored: tuple[int, ...], rank: int) -> tuple[int, ...]
     sides = (0, 1) if name.endswith(EXPERT_A) else (1, 0)
     if len(stored) != 2 or stored[sides[0]] % rank:
         return stored
-    experts, width = stored[sides[0]] // rank, stored[sides[1]]
+    experts = stored[sides[0]] // rank
+    width = stored[sides[1]]
     return (experts, rank, width) if name.endswith(EXPERT_A) else (experts, width, rank)
 
 

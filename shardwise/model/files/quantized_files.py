@@ -79,7 +79,8 @@ def _compressed(config: Mapping[str, Any], where: str) -> Formats:
     for group in config["config_groups"].values():
         form = group.get("format") or config["format"]
         weights = group["weights"]
-        bits, block = weights["num_bits"], weights.get("block_structure")
+        bits = weights["num_bits"]
+        block = weights.get("block_structure")
         if form not in _READABLE or bits > 8 or (weights["type"] == "float" and bits != 8):
             raise _unreadable_format(f"its format is {form} with {bits} bits", where)
         formats |= dict.fromkeys(group["targets"], CompressedTensors(bits, tuple(block) if block else None))

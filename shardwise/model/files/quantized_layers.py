@@ -105,7 +105,8 @@ class CompressedTensors(Format):
 
     def _with_gaps(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
         """Codes of 3, 5, 6 or 7 bits as compressed-tensors packed them before 0.18: no code crosses a word."""
-        words, expected = tensors[PACKED].shape[1], -(-shape[1] // (32 // self.width))
+        words = tensors[PACKED].shape[1]
+        expected = -(-shape[1] // (32 // self.width))
         if words != expected:
             raise ValueError(
                 f"a row of {shape[1]} codes has {words} words, not {expected} as in {self.width} bits"

@@ -150,7 +150,8 @@ def weights_folder(source: str) -> Path:
 
 def _row_pieces(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
     """Cut a shard and its slices of the global tensor into groups of rows of at most PIECE bytes."""
-    first, rest = slices[0], slices[1:]
+    first = slices[0]
+    rest = slices[1:]
     rows = max(1, PIECE * part.shape[0] // (part.numel() * part.element_size()))
     for start in range(first.start, first.stop, rows):
         stop = min(start + rows, first.stop)
@@ -186,12 +187,14 @@ def _no_weights(folder: Path) -> CheckpointError:
         *folder.glob(".cache/huggingface/download/*.incomplete"),
         *folder.parent.parent.glob("blobs/*.incomplete"),  # of the Hub's cache
     )
-    what, why = "no weights", f"neither {SINGLE} nor {INDEX} is there"
+    what = "no weights"
+    why = f"neither {SINGLE} nor {INDEX} is there"
     fix = "check the folder; of a model that is published as .bin alone, save it with transformers' save_pretrained"
     if unfinished:
         what, fix = "the download of the weights is not complete", "download them again"
     elif any("-of-" in name for name in others):
-        what, fix = "the index of the weights is missing", f"download {INDEX} too"
+        what = "the index of the weights is missing"
+        fix = f"download {INDEX} too"
     elif any(next(folder.glob(pattern), None) for pattern in _PICKLES):
         what, why = "the weights are pickles", "reading a pickle runs the code in it"
         fix = "convert them: load them with transformers if you trust them, then save_pretrained"

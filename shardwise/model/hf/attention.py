@@ -93,7 +93,8 @@ def document_masks(model: nn.Module, positions: Tensor, starts: Tensor | None) -
     config = cast("Any", model).config
     text = config.get_text_config()
     seen = same_document(model, positions, starts)
-    length, window = seen.shape[-1], window_of(text)
+    length = seen.shape[-1]
+    window = window_of(text)
     masks = {"full_attention": seen}
     if window is not None and window < length:
         masks["sliding_attention"] = seen & seen_keys(length, window, seen.device)
@@ -137,9 +138,11 @@ def _local_or_sdpa(
 
     queries, keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window, mask = None, attention_mask
+    window = None
+    mask = attention_mask
     if isinstance(mask, SlidingWindow):
-        window, mask = mask.tokens, None
+        window = mask.tokens
+        mask = None
     elif mask is None and 1 < queries < keys and getattr(module, "is_causal", True):
         window = keys
     if window is not None and (dropout or queries != keys):

@@ -164,7 +164,8 @@ def match_names(reference: nn.Module, files: WeightFiles) -> Sources:
         target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
         # A renaming of older files matches a name of newer ones.
         if target not in expected and name in expected:
-            target, pattern = name, None
+            target = name
+            pattern = None
         if target not in expected:
             sources.extra.append(name)
         elif pattern is None:

@@ -30,7 +30,8 @@ class FolderWeights:
 
     def __init__(self, reference: nn.Module, files: WeightFiles) -> None:
         self._reference, self._files = reference, files
-        self._sources, aliases = match_names(reference, files), shared_names(reference)
+        self._sources = match_names(reference, files)
+        aliases = shared_names(reference)
         require_fit(reference, files, self._sources, aliases)
         self._other_names: dict[str, list[str]] = {}
         for alias, first in aliases.items():
@@ -57,7 +58,8 @@ class FolderWeights:
 
 def stored_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
     """The groups that reproduce these files from the whole model on the meta device."""
-    aliases, sources = shared_names(reference), match_names(reference, files)
+    aliases = shared_names(reference)
+    sources = match_names(reference, files)
     done: set[int] = set()
     for name in reference.state_dict():
         if name in sources.direct:
@@ -116,7 +118,8 @@ def _stack_slices(
     if not plain or dimensions != [0, 1][: len(dimensions)] or len(targets) != 1:
         return {}
     ((stack, (count, rows, _)),) = targets.items()
-    slices, start = {}, 0
+    slices = {}
+    start = 0
     for wanted in conversion.converter.source_patterns:
         names = [name for pattern, name in conversion.sources if pattern == wanted]
         height = shapes[names[0]][0] if names else 0

@@ -134,7 +134,8 @@ class ValuingModel(_OtherHead):
 
 def _scoring(model: Any) -> nn.Module:
     """A causal model whose output layer is replaced by ``score``."""
-    causal, output = type(model), model.get_output_embeddings()
+    causal = type(model)
+    output = model.get_output_embeddings()
     path = next(path for path, module in model.named_modules() if module is output)
     owner = model.get_submodule(path.rpartition(".")[0])
     delattr(owner, path.rpartition(".")[2])

@@ -40,7 +40,8 @@ def per_layer(config: Any) -> dict[str, list[Any]]:
 def cut(model: nn.Module, stage: Stage) -> nn.Module:
     """The stage of a model on the meta device, which is changed."""
     causal: Any = model
-    base, tied = causal.base_model, bool(shared_names(model))
+    base = causal.base_model
+    tied = bool(shared_names(model))
     _keep(base, stage.blocks)
     if not stage.first and not (stage.last and tied):
         base.embed_tokens = nn.Identity()  # a stage after the first gets hidden states instead of ids

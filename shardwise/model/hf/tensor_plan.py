@@ -36,7 +36,8 @@ _WHOLE_STYLES = {"embedding_rowwise", "replicate"}
 
 def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
     """The plan of one model. Raises RecipeError if there is none or it is not supported."""
-    text, hf = config.get_text_config(), cast("Any", model)
+    text = config.get_text_config()
+    hf = cast("Any", model)
     styles: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
     if not styles:
         raise _no_tensor_plan(f"transformers has no tensor-parallel plan for {config.model_type}")

@@ -74,7 +74,8 @@ def _run_names(folders: Sequence[Path]) -> list[str]:
 
 def _figures(run: RunRecord) -> Iterator[str]:
     """A figure for each of TITLES."""
-    measured, last = run.step_seconds, run.steps[-1] if run.steps else None
+    measured = run.step_seconds
+    last = run.steps[-1] if run.steps else None
     yield "–" if run.held_out_loss is None else loss_text(run.held_out_loss)
     yield "–" if last is None else loss_text(last.loss)
     yield str(last.step if last else 0)
@@ -82,7 +83,8 @@ def _figures(run: RunRecord) -> Iterator[str]:
     yield format_count(sum(step.tokens for step in run.steps)) + unit
     yield seconds(measured or 0.0)
     yield tokens_rate(run.plan.step.tokens / measured, run.plan.step.unit) if measured else "–"
-    counts, trained = run.plan.step.units.trained, run.tokens_per_second
+    counts = run.plan.step.units.trained
+    trained = run.tokens_per_second
     yield "–" if trained is None or counts == "targets" else tokens_rate(trained, counts)
     yield format_bytes(run.outcome.worst.measured_peak_bytes) if run.outcome else "–"
 

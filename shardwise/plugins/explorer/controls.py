@@ -84,7 +84,8 @@ class Workloads:
 
     def __init__(self, file: Path, overrides: Sequence[str]) -> None:
         """Raises RecipeError."""
-        self._file, self._overrides = file, tuple(overrides)
+        self._file = file
+        self._overrides = tuple(overrides)
         self.recipe = read_recipe(file, self._overrides, SETTINGS)[0]
         self.cluster = cluster_of(self.recipe.cluster)
         self.own = workload_of(self.recipe, self.cluster)
@@ -121,7 +122,8 @@ class Workloads:
         return self._blueprints[asked]
 
     def _changes(self, workload: Workload) -> Iterator[str]:
-        own, sizes = self.own, workload.batch * workload.sequence
+        own = self.own
+        sizes = workload.batch * workload.sequence
         if workload.sequence != own.sequence:
             yield f"data.sequence_length={workload.sequence}"
         if workload.batch != own.batch:
@@ -150,7 +152,8 @@ class Workloads:
 def workload_of(recipe: Recipe, cluster: Cluster) -> Workload:
     """The workload of a recipe."""
     device = cluster.device.kind if cluster.device.traits.is_host else cluster.device.name
-    adapter, training = recipe.adapter, "full"
+    adapter = recipe.adapter
+    training = "full"
     if adapter is not None:
         plain = adapter.quantize == "none"
         training = "DoRA" if adapter.name == "dora" else "LoRA" if plain else "QLoRA"
@@ -170,7 +173,8 @@ def controls_of(
         strategy: the chosen one of the recipe's plan.
         measured: of a run whose values are shown, too.
     """
-    own, others = workloads.own, [strategy]
+    own = workloads.own
+    others = [strategy]
     runs = [own]
     if measured is not None:
         runs.append(measured[0])
@@ -209,7 +213,9 @@ def _settings(
     Some settings have candidates only where another is not at its default, such as the schedule of a pipeline. Values
     that rules forbid for every training and number of devices are left out, such as those of experts of a dense model.
     """
-    recipe, cluster, first = workloads.recipe, workloads.cluster, strategies[0]
+    recipe = workloads.recipe
+    cluster = workloads.cluster
+    first = strategies[0]
     recipes = list(workloads.trainings())
     all_settings = [setting for technique in ORDER for setting in technique.settings]
     cases = [first]

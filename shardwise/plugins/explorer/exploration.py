@@ -111,7 +111,8 @@ class Exploration:
         Args:
             changed: called after each group.
         """
-        until, groups = time.monotonic() + seconds, self.groups()
+        until = time.monotonic() + seconds
+        groups = self.groups()
         with ReadAhead(self.predict, groups) as ahead:
             for number in range(len(groups)):
                 self.answer_asked(changed)
@@ -211,7 +212,8 @@ class Exploration:
 
     def data(self) -> dict[str, Any]:
         """All that the page's script reads."""
-        recipe, plan = self.workloads.recipe, self.plan
+        recipe = self.workloads.recipe
+        plan = self.plan
         steps = recipe.steps or SAMPLE_STEPS
         return {
             "controls": [

@@ -46,10 +46,8 @@ class PointGrid:
 
     def groups(self) -> Iterator[PointGroup]:
         """Each once, the most useful first."""
-        own, most = (
-            PointGroup(self.workloads.own, self.strategy),
-            MAX_PAGE_POINTS // len(self.controls[0].values),
-        )
+        own = PointGroup(self.workloads.own, self.strategy)
+        most = MAX_PAGE_POINTS // len(self.controls[0].values)
         seen = {own}
         yield own
         for change in self._changes():
@@ -66,7 +64,8 @@ class PointGrid:
         None where a setting does nothing next to the others, such as the schedule of no pipeline, and where a
         micro-batch is larger than a rank's share of the batch.
         """
-        own, strategy = self.workloads.own, self._plain
+        own = self.workloads.own
+        strategy = self._plain
         workload = replace(own, **{key: v for key, v in change.items() if not key.startswith(STRATEGY)})
         named = {
             key.removeprefix(STRATEGY): value for key, value in change.items() if key.startswith(STRATEGY)

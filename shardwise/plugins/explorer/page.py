@@ -38,7 +38,8 @@ def page_of(exploration: Exploration, live: bool = False) -> str:
 
 
 def _plan_facts(exploration: Exploration) -> Iterator[str]:
-    plan, recipe = exploration.plan, exploration.workloads.recipe
+    plan = exploration.plan
+    recipe = exploration.workloads.recipe
     yield plan.parameters_in_words
     yield plan.cluster
     if recipe.steps:

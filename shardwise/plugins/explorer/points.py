@@ -118,7 +118,8 @@ def _point(
     hopeless: bool,
 ) -> PlannedPoint:
     """One point; of a ``hopeless`` one, only why it does not fit."""
-    predictor, figures = Predictor(recipe, blueprint, cluster), None
+    predictor = Predictor(recipe, blueprint, cluster)
+    figures = None
     try:
         if not hopeless:
             prediction = predictor.confirm(strategy)

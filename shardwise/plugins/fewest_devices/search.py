@@ -67,7 +67,8 @@ class _Search:
     tried: dict[ClusterSize, DeviceTry] = field(default_factory=dict)
 
     def plan(self, size: ClusterSize) -> Plan:
-        asked, devices = resized(self.recipe, self.cluster, size), size[0] * size[1]
+        asked = resized(self.recipe, self.cluster, size)
+        devices = size[0] * size[1]
         plan = make_plan(
             asked,
             cluster_of(asked.cluster),

@@ -74,7 +74,8 @@ def hardware_here(asked: str | None = None) -> Hardware:
 
     if asked == HOST.name or accelerator_here().is_host:
         return Hardware()
-    count, properties = torch.cuda.device_count(), torch.cuda.get_device_properties(0)
+    count = torch.cuda.device_count()
+    properties = torch.cuda.get_device_properties(0)
     device = device_here()
     precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     memory = round(properties.total_memory / GiB - 0.05, 1)
@@ -164,7 +165,8 @@ def _shape_of_pairs(
     model: str, train: TokenDataset, documents: Lengths, limit: int
 ) -> tuple[SequenceShape, int]:
     """Rows that have room for both documents of the longest pair, if that saves half of the padded sequences."""
-    row, pair = _rounded(2 * documents.longest, limit), 2 * documents.mean
+    row = _rounded(2 * documents.longest, limit)
+    pair = 2 * documents.mean
     alone = _rounded(documents.longest, limit)
     padded = pair <= alone and 2 * documents.longest <= row
     packing = (2 * pair <= row or padded) and not packing_obstacle(model, row)
@@ -327,7 +329,8 @@ def going_on(
     Raises:
         RecipeError: the run trains another model or other data, or has other options than those given.
     """
-    here, (recipe, _) = PathBase.here(), read_request(file, ())
+    here = PathBase.here()
+    (recipe, _) = read_request(file, ())
     asked = {"model.hf": here.located(model), "data.source": here.located_source(data)}
     begun = {"model.hf": recipe.model.hf or "", "data.source": recipe.data.source}
     moved = [key for key in asked if asked[key] != begun[key] and is_gone(begun[key])]
@@ -366,7 +369,8 @@ def _require_same_options(recipe: Recipe, given: Options, overrides: Sequence[st
     if other:
         options = " and ".join(f"--{name} {_value_text(getattr(given, name))}" for name in other)
         values = ", ".join(f"{name}: {_value_text(getattr(has, name))}" for name in other)
-        why, fix = f"its recipe has {values}", "leave them out, or give another --out"
+        why = f"its recipe has {values}"
+        fix = "leave them out, or give another --out"
         raise RecipeError(f"{options} would be ignored", where=str(file), why=why, fix=fix)
 
 

@@ -94,7 +94,8 @@ def _finish(out: Path, device: str) -> None:
     from shardwise.report.record import read_run
 
     recipe, plan = read_job(out)
-    loss, target = read_run(out).held_out_loss, result_folder(out, recipe)
+    loss = read_run(out).held_out_loss
+    target = result_folder(out, recipe)
     if recipe.adapter is not None:
         finish_adapter(target, recipe, plan, loss)
     else:

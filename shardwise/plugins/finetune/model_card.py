@@ -72,7 +72,8 @@ def _objective_line(spec: ObjectiveSpec) -> str:
 
 def model_card(recipe: Recipe, plan: Plan, loss: float | None, auto: str) -> str:
     """The text of a card. ``auto``: transformers' class of the trained model."""
-    base, adapter = recipe.model.hf or "", recipe.adapter
+    base = recipe.model.hf or ""
+    adapter = recipe.adapter
     kind = "all weights" if adapter is None else f"{adapter.name} of rank {adapter.rank}"
     if adapter is not None and adapter.quantize != "none":
         kind += f" on a base in {adapter.quantize}"

@@ -73,7 +73,8 @@ def write_gguf(target: Path, contents: Contents, kind: str) -> WrittenFile:
     """
     if target.exists():
         raise RecipeError("the file exists already", where=str(target), fix="give another name, or delete it")
-    gguf, model = _library(), Architecture(contents.layout.config)
+    gguf = _library()
+    model = Architecture(contents.layout.config)
     names = known_names(contents)
     staged = target.absolute().with_name(f"tmp-{secrets.token_hex(8)}-{target.name}")
     try:
@@ -117,7 +118,8 @@ def known_names(contents: Contents) -> dict[str, str]:
     Raises:
         RecipeError: gguf is not installed, llama.cpp cannot compute the model, or a tensor has no name.
     """
-    gguf, model = _library(), Architecture(contents.layout.config)
+    gguf = _library()
+    model = Architecture(contents.layout.config)
     stored_names = [name for group in contents.layout.groups for name in group.shapes]
     if why := model.obstacle(stored_names):
         fix = "write a folder, and convert it with llama.cpp's convert_hf_to_gguf.py"

@@ -67,7 +67,8 @@ class Rope:
         """Write the keys."""
         import gguf
 
-        kind, kinds = self._whole["rope_type"], gguf.RopeScalingType
+        kind = self._whole["rope_type"]
+        kinds = gguf.RopeScalingType
         writer.add_rope_dimension_count(int(self.head * self.part))
         writer.add_rope_freq_base(float(self._whole["rope_theta"]))
         if self._local is not None:

@@ -100,7 +100,8 @@ def _tokenizer_in(contents: Contents) -> tuple[Path | None, dict[str, Any]]:
 
 def _add_special(writer: Any, contents: Contents, source: Path, numbers: Mapping[str, int]) -> None:
     """Add the special tokens, those that end an answer, and the chat templates."""
-    config, special = contents.layout.config, special_next_to(source)
+    config = contents.layout.config
+    special = special_next_to(source)
     begin = begins_with(source)
     ids: dict[str, int | None] = {
         key: numbers.get(special.get(f"{key}_token", ""), config.get(f"{key}_token_id"))

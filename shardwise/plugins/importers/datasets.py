@@ -67,9 +67,11 @@ def datasets(draft: Draft) -> None:
         _registered(draft)
     _leave_out_of_text(draft)
     if facts.get("eval_strategy") == "steps" and "validation_set" in facts:
-        source, fact = facts["validation_set"], "validation_set"
+        source = facts["validation_set"]
+        fact = "validation_set"
         if "validation_path" in facts:
-            source, fact = facts["validation_path"], "validation_path"
+            source = facts["validation_path"]
+            fact = "validation_path"
         draft.put("evaluation.sets", {"validation": source}, fact)
     sets: dict[str, Any] = {}
     for fact in [name for name in facts if name.partition(":")[0] == "validation"]:
@@ -94,7 +96,8 @@ def _leave_out_of_text(draft: Draft) -> None:
 
 def _splits(draft: Draft) -> None:
     """The splits of TRL's data set: one to train on, and one to evaluate on unless a part is held out."""
-    facts, source = draft.facts, str(draft.values.get("data.source", ""))
+    facts = draft.facts
+    source = str(draft.values.get("data.source", ""))
     if "test_split" not in facts or not _is_on_the_hub(source):
         return
     if "train_split" in facts:
@@ -176,7 +179,8 @@ def _registered(draft: Draft) -> None:
     """Data sets of LLaMA-Factory, by their names in dataset_info.json."""
     named = names_of(draft.facts["datasets"])
     shares = _mixture_weights(draft, len(named))
-    sources, lost = {}, list[str]()
+    sources = {}
+    lost = list[str]()
     for item, (name, share) in enumerate(zip(named, shares, strict=True)):
         values, reason = registered(draft, name)
         lost += [reason] * bool(reason)

@@ -184,7 +184,8 @@ def _checkpointing_facts(draft: Draft) -> None:
     elif draft.facts.get("deepspeed_checkpointing"):
         draft.put(key, "full", "deepspeed_checkpointing")
         draft.put("strategy.offload", "activations", "deepspeed_checkpointing")
-    mode, option = draft.facts.get("selective"), str(draft.facts.get("selective_option", "op"))
+    mode = draft.facts.get("selective")
+    option = str(draft.facts.get("selective_option", "op"))
     if mode and option.isdecimal() and int(option) > 1:
         draft.put(key, f"every:{option}", "selective", "selective_option")
     elif mode:
@@ -301,7 +302,8 @@ def _best_checkpoint_facts(draft: Draft) -> None:
 
 def _trackers(draft: Draft) -> None:
     """Trackers by name, as Shardwise has them; those that it does not have are lost."""
-    facts, known = draft.facts, get_args(TrackerName)
+    facts = draft.facts
+    known = get_args(TrackerName)
     asked: dict[str, list[str]] = {}
     for fact, value in facts.items():
         if fact.startswith("tracker:") and value not in (None, False, ""):

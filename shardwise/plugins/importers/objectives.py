@@ -147,7 +147,8 @@ def objectives(draft: Draft) -> None:
 
 def _llama_factory(draft: Draft) -> None:
     """The trainer of LLaMA-Factory's stage, and its loss by TRL's names. Raises RecipeError for another reference."""
-    facts, stage = draft.facts, draft.facts.get("lf_stage")
+    facts = draft.facts
+    stage = draft.facts.get("lf_stage")
     loss = str(facts.get("lf_loss") or "sigmoid")
     if stage is None:
         for fact in ("lf_loss", "lf_reference", "lf_reference_adapter"):
@@ -226,7 +227,8 @@ def _loss(draft: Draft, trainer: str) -> str:
 
 def _read_key(draft: Draft, key: str, target: str, default: Any) -> None:
     """One key of TRL's, or its default."""
-    fact, value = f"rl:{key}", draft.facts.get(f"rl:{key}")
+    fact = f"rl:{key}"
+    value = draft.facts.get(f"rl:{key}")
     if value is None and default is None:
         return
     if value is None:
@@ -318,7 +320,8 @@ def _data_and_rate(draft: Draft, trainer: str) -> None:
 
 
 def _unsupported(draft: Draft, fact: str, why: str) -> RecipeError:
-    key, value = draft.keys[fact][0], draft.facts[fact]
+    key = draft.keys[fact][0]
+    value = draft.facts[fact]
     where = f"{draft.path}: {key}: {shorten(str(value), 60)}"
     fix = f"remove {key}, or train this with the other trainer"
     return RecipeError("this training cannot be done here", where=where, why=why, fix=fix)

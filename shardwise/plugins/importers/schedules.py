@@ -92,7 +92,8 @@ def schedule(draft: Draft) -> None:
 
 def _decay(draft: Draft, steps: Any, warm: Any) -> None:
     """torchtitan's decay: over a part of the run, or from the warmup on."""
-    shape, ratio = draft.facts.get("decay_type"), draft.number("decay_ratio")
+    shape = draft.facts.get("decay_type")
+    ratio = draft.number("decay_ratio")
     if shape is None:
         return
     if ratio is not None:

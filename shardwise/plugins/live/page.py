@@ -47,7 +47,8 @@ class LiveRun:
 
     def now(self, stamp: str) -> str | None:
         """The changes since ``stamp``, as JSON; None if nothing. That no step has finished is one. Raises DataError."""
-        whole, changed = self._stamp(_PAGE), f"{self._stamp(_CHANGES)}_{self._age() // STALE:.0f}"
+        whole = self._stamp(_PAGE)
+        changed = f"{self._stamp(_CHANGES)}_{self._age() // STALE:.0f}"
         if stamp == f"{whole}.{changed}":
             return None
         run = self._read()
@@ -73,7 +74,8 @@ class LiveRun:
 
     def _progress(self, run: RunRecord) -> str:
         """How far the run is, and when its last step was."""
-        done, spent = run.steps[-1].step, run.step_seconds or 0.0
+        done = run.steps[-1].step
+        spent = run.step_seconds or 0.0
         try:
             steps = run.settings().steps
         except ShardwiseError:

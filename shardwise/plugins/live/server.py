@@ -84,7 +84,8 @@ def page_server(page: ServedPage, port: int) -> ThreadingHTTPServer:
     try:
         server = _Server((LOOPBACK, port), Handler)
     except OSError as error:
-        why, fix = error.strerror or str(error), "give another with --port, or 0 for a free one"
+        why = error.strerror or str(error)
+        fix = "give another with --port, or 0 for a free one"
         raise ResourceError("cannot open the port", where=f"{LOOPBACK}:{port}", why=why, fix=fix) from error
     return server
 

@@ -46,7 +46,8 @@ class Answers(NamedTuple):
 def answer_sums(blueprint: Blueprint, model: nn.Module, batch: Batch, documents: int) -> Answers:
     """Log-probabilities of the documents of a batch. Every row has ``documents`` of them."""
     values = blueprint.log_probabilities(model, batch)
-    document, valid = batch.get("document"), batch["labels"] >= 0
+    document = batch.get("document")
+    valid = batch["labels"] >= 0
     sums = document_sums(model, values, document, documents)
     return Answers(sums, document_sums(model, valid.to(values.dtype), document, documents))
 

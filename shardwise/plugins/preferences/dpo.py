@@ -23,7 +23,8 @@ class DPO(ReferenceObjective, PairObjective):
         spec = recipe.objective
         assert spec is not None
         self.beta, self.smoothing = spec.beta or 0.0, spec.label_smoothing or 0.0
-        self.nll_weight, self.means = spec.nll_weight or 0.0, bool(spec.length_normalised)
+        self.nll_weight = spec.nll_weight or 0.0
+        self.means = bool(spec.length_normalised)
 
     def rewards(self, pairs: Answers, batch: Batch) -> Tensor:
         ratios = pairs.sums

@@ -84,7 +84,8 @@ class KTO(ReferenceObjective):
     def losses_of(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> Tensor:
         sums = self.answers(blueprint, model, batch).sums
         rewards = (sums - batch[REFERENCE_ROLE].to(sums.dtype)).squeeze(-1)
-        good, kl = batch["desirable"] > 0, batch[_KL].to(rewards.dtype)
+        good = batch["desirable"] > 0
+        kl = batch[_KL].to(rewards.dtype)
         losses = (self.desirable * torch.sigmoid(self.beta * (kl - rewards))).where(
             good, self.undesirable * torch.sigmoid(self.beta * (rewards - kl))
         )

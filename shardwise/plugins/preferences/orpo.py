@@ -34,7 +34,8 @@ class ORPO(PairObjective):
 def log_one_minus_exp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, without cancellation (Mächler 2012)."""
     least = torch.finfo(x.dtype).tiny
-    near, far = torch.log((-torch.expm1(x)).clamp(min=least)), torch.log1p(-torch.exp(x).clamp(max=0.5))
+    near = torch.log((-torch.expm1(x)).clamp(min=least))
+    far = torch.log1p(-torch.exp(x).clamp(max=0.5))
     return near.where(x > -0.6931471805599453, far)
 
 

@@ -32,7 +32,8 @@ def frozen_copy(recipe: Recipe) -> Blueprint:
 
     It is packed as ``objective.reference_quantize`` says, else as the base of the adapters is.
     """
-    spec, base = recipe.adapter, base_of(recipe)
+    spec = recipe.adapter
+    base = base_of(recipe)
     quantize = "none" if recipe.objective is None else recipe.objective.reference_quantize or "none"
     starts = spec is not None and (
         spec.start_from is not None
@@ -78,7 +79,8 @@ class Referenced(TrainingObjective):
         if self.how == "adapter_off":
             with passes.as_before_training():
                 return passes.forward_only(batches, functools.partial(function, passes.blueprint))
-        reference, frozen = self._reference(), passes.frozen[REFERENCE_ROLE]
+        reference = self._reference()
+        frozen = passes.frozen[REFERENCE_ROLE]
         return passes.forward_only(batches, lambda _, batch: function(reference, frozen, batch))
 
 

@@ -44,12 +44,11 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, documents: Sequence[Sequence[int]]) -> Tensor:
         """Documents of similar lengths are scored together. Raises DataError if one is longer than the context."""
-        longest, context = max(map(len, documents), default=0), self.blueprint.context
+        longest = max(map(len, documents), default=0)
+        context = self.blueprint.context
         if context is not None and longest > context:
-            where, why = (
-                self.blueprint.origin,
-                f"it has {longest:,} tokens, and the model's context is {context:,}",
-            )
+            where = self.blueprint.origin
+            why = f"it has {longest:,} tokens, and the model's context is {context:,}"
             raise DataError("a text is too long for the reward model", where=where or "", why=why)
         scores = torch.empty(len(documents))
         order = sorted(range(len(documents)), key=lambda index: len(documents[index]))

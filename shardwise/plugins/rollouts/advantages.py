@@ -110,7 +110,8 @@ def clipped_loss(policy: Tensor, old: Tensor, advantages: Tensor, epsilon: float
     Also 1 for tokens whose gradient it cuts off, else 0.
     """
     ratio = (policy - old).exp()
-    free, clamped = ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages
+    free = ratio * advantages
+    clamped = ratio.clamp(1 - epsilon, 1 + epsilon) * advantages
     return -torch.minimum(free, clamped), (clamped < free).to(policy)
 
 

@@ -74,10 +74,13 @@ class Endpoint:
 
     def _completion(self, asked: dict[str, Any], tokenizer: Tokenizer) -> Completion:
         """Up to the token that ended it."""
-        answer, longest, ends = self._answer(asked), self.longest, tokenizer.ends
+        answer = self._answer(asked)
+        longest = self.longest
+        ends = tokenizer.ends
         try:
             (choice,) = answer["choices"]
-            logs, names = choice["logprobs"]["token_logprobs"], choice["logprobs"].get("tokens") or []
+            logs = choice["logprobs"]["token_logprobs"]
+            names = choice["logprobs"].get("tokens") or []
             ids = choice.get("token_ids")
             if ids is None:
                 ids = [int(name.removeprefix(_ID)) for name in names if name.startswith(_ID)]
@@ -98,7 +101,8 @@ class Endpoint:
         return Completion(ids[:count], torch.tensor(logs[:count], dtype=torch.float32))
 
     def _answer(self, asked: dict[str, Any]) -> Any:
-        address, body = f"{self.url.rstrip('/')}/completions", json.dumps(asked).encode()
+        address = f"{self.url.rstrip('/')}/completions"
+        body = json.dumps(asked).encode()
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:

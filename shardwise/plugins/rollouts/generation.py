@@ -57,10 +57,15 @@ def generate(
         uniform: fp64 [n, c], see ``uniforms``; c is the longest completion.
         ends: the tokens that end a completion.
     """
-    (n, longest), device, texts = uniform.shape, live.device, [list(prompt) for prompt in prompts]
-    uniform, ending = uniform.to(device), torch.tensor(list(ends), device=device)
+    (n, longest) = uniform.shape
+    device = live.device
+    texts = [list(prompt) for prompt in prompts]
+    uniform = uniform.to(device)
+    ending = torch.tensor(list(ends), device=device)
     with _sampling(live, temperature):
-        reader, tokens, logs = _reader(live), list[Tensor](), list[Tensor]()
+        reader = _reader(live)
+        tokens = list[Tensor]()
+        logs = list[Tensor]()
         logits = reader.begin(texts, [BASE] * n, longest, _largest_of_ranks(max(map(len, texts)), device))
         lengths = torch.zeros(n, dtype=torch.int64, device=device)
         ended = torch.zeros(n, dtype=torch.bool, device=device)

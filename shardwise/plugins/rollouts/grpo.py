@@ -40,7 +40,8 @@ class GroupPolicyGradient(RolloutObjective):
         return bool(batch["advantages"].where(batch["labels"] != IGNORED, 0).any())
 
     def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        policy, valid = self.log_probabilities(blueprint, model, batch), batch["labels"] != IGNORED
+        policy = self.log_probabilities(blueprint, model, batch)
+        valid = batch["labels"] != IGNORED
         losses = self.corrected(policy_loss(policy, batch["advantages"]), policy, batch)
         if self.how:
             divergence = kl_divergence(policy, batch[REFERENCE_ROLE])

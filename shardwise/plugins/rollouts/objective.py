@@ -46,7 +46,9 @@ class RolloutObjective(Referenced, SamplingObjective):
             recipe.seed, recipe.batch_size, length, length - recipe.prompt_tokens, asked.group or 1,
             asked.temperature or 1.0, bool(asked.mask_truncated), asked.epochs or 1, asked.minibatches or 1,
         )  # fmt: skip
-        self.asked, self.rewards, self.beta = asked, rewards_of(asked), asked.beta or 0.0
+        self.asked = asked
+        self.rewards = rewards_of(asked)
+        self.beta = asked.beta or 0.0
         self.endpoint: Endpoint | None = None
         if asked.endpoint is not None:
             fixed = self.spec.completion, self.spec.temperature
@@ -104,7 +106,8 @@ class RolloutObjective(Referenced, SamplingObjective):
         def each(times: float) -> AbstractContextManager[None]:
             return repeated(times / spec.steps)
 
-        rows, prompt = -(-spec.size // run.data_degree), spec.length - spec.completion
+        rows = -(-spec.size // run.data_degree)
+        prompt = spec.length - spec.completion
         if self.endpoint is None:
             rehearse(run, rows, prompt, spec.completion, spec.temperature, each)
         with each(run.context.micro_batches * spec.minibatches):
@@ -122,7 +125,8 @@ class RolloutObjective(Referenced, SamplingObjective):
 
     def note_rollout(self, batch: Batch, policy: Tensor) -> None:
         """Note the measures of a micro-batch, whose labels have the log-probabilities ``policy`` [m, s] now."""
-        valid, present = batch["labels"] != IGNORED, batch["present"]
+        valid = batch["labels"] != IGNORED
+        present = batch["present"]
         rows = (*batch["rewards"].unbind(1), batch["deviation"], batch["lengths"], 1 - batch["ended"])
         for name, values in zip(self.measures, rows, strict=False):
             note(name, (values * present).sum(), present.sum())

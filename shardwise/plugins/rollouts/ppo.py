@@ -44,7 +44,8 @@ class PPO(RolloutObjective):
         asked = self.asked
         self._gamma, self._lambda = asked.discount or 1.0, asked.trace_decay or 0.0
         self._epsilon, self._value_epsilon = asked.epsilon or 0.0, asked.value_epsilon or 0.0
-        self._value_weight, self._whiten = asked.value_weight or 0.0, bool(asked.whiten)
+        self._value_weight = asked.value_weight or 0.0
+        self._whiten = bool(asked.whiten)
         self.measures = (*self.measures, "clipped", "value_error")
 
     def added(self, rollouts: Rollouts, tables: Tables) -> Tables:
@@ -73,7 +74,8 @@ class PPO(RolloutObjective):
 
     def of_tokens(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         policy, state = self._both(blueprint, model, batch).unbind(1)
-        given, valid = (policy, batch[OLD], batch["advantages"], self._epsilon), batch["labels"] != IGNORED
+        given = (policy, batch[OLD], batch["advantages"], self._epsilon)
+        valid = batch["labels"] != IGNORED
         errors = clipped_value_loss(state, batch[STATE], batch[RETURNS], self._value_epsilon)
         surrogate, clipped = clipped_loss(*given)
         losses = self.corrected(surrogate, batch[OLD], batch) + self._value_weight * errors

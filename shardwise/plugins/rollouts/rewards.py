@@ -72,7 +72,8 @@ class NamedReward:
         except ShardwiseError:
             raise
         except Exception as error:  # whatever the user's own code raises
-            why, where = f"{type(error).__name__}: {one_line(str(error))}", f"{where}{place_in(error)}"
+            why = f"{type(error).__name__}: {one_line(str(error))}"
+            where = f"{where}{place_in(error)}"
             fix = f"the trace is in logs/rank-{dist.get_rank()}.log" if dist.is_initialized() else ""
             raise RecipeError("the reward function failed", where=where, why=why, fix=fix) from error
         if len(values) != len(given.tokens):
@@ -133,7 +134,8 @@ def _model_reward(folder: str) -> RewardFunction:
     """The score of a trained reward model, whose weights are read when it is first asked, in fp32 on the host."""
     from shardwise.plugins.preferences.scoring import load_reward_model, require_scores
 
-    path, where = path_of(folder), f"objective.reward_model: {folder}"
+    path = path_of(folder)
+    where = f"objective.reward_model: {folder}"
     if not any((path / name).is_file() for name in (RECIPE, "config.json")):
         why = f"it has neither {RECIPE} nor config.json" if path.is_dir() else no_folder(path)
         raise RecipeError("not the folder of a reward model", where=where, why=why)
@@ -161,7 +163,8 @@ def _naming_its_key() -> Iterator[None]:
 
 def _documents(given: RewardInput, own: Tokenizer | None, folder: str) -> list[list[int]]:
     """Prompts with their completions in tokens of a reward model, as those that it was trained on."""
-    theirs, where = given.tokenizer, f"objective.reward_model: {folder}"
+    theirs = given.tokenizer
+    where = f"objective.reward_model: {folder}"
     if own is None:
         fix = "copy the files of its tokenizer into its folder"
         raise DataError("the reward model has no tokenizer", where=where, fix=fix)

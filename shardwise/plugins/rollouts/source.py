@@ -144,7 +144,8 @@ class Rollouts:
 
     def validation(self, name: str = "") -> list[Batch]:
         """Completions of held-out prompts by the weights of the moment, sampled as in training."""
-        records, most = self.prompts.held_out_records(name), self.spec.size // self.spec.group
+        records = self.prompts.held_out_records(name)
+        most = self.spec.size // self.spec.group
         batches = []
         for first in range(0, len(records), most):  # no more completions at once than in a rollout
             tables = self._completed(records[first : first + most], EVALUATION_NUMBER + first)
@@ -154,7 +155,8 @@ class Rollouts:
 
     def micro_batches(self, tables: Tables, rows: Sequence[int]) -> list[Batch]:
         """The share of this rank in these rows of a rollout, on its device; rows of padding have no labels."""
-        run, batches = self.run, []
+        run = self.run
+        batches = []
         for slots in deal(len(rows), run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]):
             index = torch.tensor([0 if slot is None else rows[slot] for slot in slots])
             batch = {name: table[index] for name, table in tables.items()}
@@ -206,7 +208,8 @@ class Rollouts:
         own = [min(row, size - 1) for row in range(first, first + share)]
         asked = [prompts[row // spec.group] for row in own]
         texts = [list(map(int, prompt["prompt"])) for prompt in asked]
-        samples, cuts = [divmod(row, spec.group) for row in own], self.prompts.tokenizer
+        samples = [divmod(row, spec.group) for row in own]
+        cuts = self.prompts.tokenizer
         count = len(own) if run.leads else 0  # the other ranks of this share have the same completions
         if self.endpoint is None:
             noise = uniforms(spec.seed, number, samples, spec.completion)
@@ -214,7 +217,8 @@ class Rollouts:
         else:
             seeds = [(spec.seed, number, *sample) for sample in samples[:count]]
             done = self.endpoint.completions(texts[:count], seeds, cuts)
-        own, rewards = own[:count], self._rewarded(asked[:count], done)
+        own = own[:count]
+        rewards = self._rewarded(asked[:count], done)
         tables = {**laid_out(texts[:count], done, cuts.ends, spec.length), "rewards": rewards}
         tables = {name: self._shared(table, own, size) for name, table in tables.items()}
         groups = tables["rewards"][:, 0].unflatten(0, (-1, spec.group))
@@ -247,8 +251,10 @@ def laid_out(
     prompts: Sequence[list[int]], done: Sequence[Completion], ends: Collection[int], length: int
 ) -> Tables:
     """Rows of prompts and their completions, the first ones: the first five of ``Tables``."""
-    n, kind = len(prompts), done[0].log_probabilities.dtype if done else torch.float32
-    ids, labels = torch.zeros(n, length, dtype=torch.int64), torch.full((n, length), IGNORED)
+    n = len(prompts)
+    kind = done[0].log_probabilities.dtype if done else torch.float32
+    ids = torch.zeros(n, length, dtype=torch.int64)
+    labels = torch.full((n, length), IGNORED)
     sampled = torch.zeros(n, length, dtype=kind)
     lengths, ended = torch.zeros(2, n, dtype=torch.int64)
     for row, (prompt, (tokens, logs)) in enumerate(zip(prompts, done, strict=False)):

@@ -115,6 +115,7 @@ def _budgets(lines: Sequence[SizeCurve], number: int) -> list[float]:
     """Budgets on a logarithmic scale that at least one curve covers."""
     if not lines:
         return []
-    low, high = min(line.flops[0] for line in lines), max(line.flops[-1] for line in lines)
+    low = min(line.flops[0] for line in lines)
+    high = max(line.flops[-1] for line in lines)
     grid = np.geomspace(low, high, number)
     return [float(flops) for flops in grid if any(line.covers(flops) for line in lines)]

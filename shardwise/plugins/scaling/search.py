@@ -13,7 +13,8 @@ def minimum(function: Callable[[float], float], low: float, high: float, toleran
 
     Each step evaluates it once and keeps 0.618 of the interval: ``log(width / tolerance) / 0.48`` evaluations.
     """
-    left, right = high - _SHARE * (high - low), low + _SHARE * (high - low)
+    left = high - _SHARE * (high - low)
+    right = low + _SHARE * (high - low)
     at_left, at_right = function(left), function(right)
     while high - low > tolerance:
         # The golden ratio makes the inner point that stays the other inner point of the new interval.

@@ -126,7 +126,8 @@ def _checked_time(text: str | None) -> str | None:
 def _shared_out(out: str | None, default: str) -> str:
     out = out and str(path_of(out))
     if out is not None and not out.startswith("/"):
-        why, fix = "nodes start in different folders", f"give the whole path, such as {default}"
+        why = "nodes start in different folders"
+        fix = f"give the whole path, such as {default}"
         raise RecipeError(f"{out!r} is a relative path", where="--out", why=why, fix=fix)
     return out or default
 

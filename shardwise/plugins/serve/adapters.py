@@ -105,11 +105,13 @@ def open_adapter(name: str, folder: Path) -> ServedAdapter:
         raise CheckpointError("no such adapter", where=str(folder), why="there is no such folder")
     folder = adapter_folder(folder)
     files = AdapterFiles(folder)
-    spec, where = files.spec("all"), str(folder / TENSORS)
+    spec = files.spec("all")
+    where = str(folder / TENSORS)
     shapes = {name: shape for name, shape in files.shapes.items() if is_adapter(name)}
     layers, stacks = layers_of(shapes, spec, where), stacks_of(shapes, spec, where)
     scales = {path: spec.scale(path) for path in [*layers, *stacks]}
-    kinds, saved = (spec.name == "dora", spec.lora_bias), {name: files.shapes[name] for name in files.saved}
+    kinds = (spec.name == "dora", spec.lora_bias)
+    saved = {name: files.shapes[name] for name in files.saved}
     return ServedAdapter(
         name, where, scales, layers, *kinds, files.fingerprint, files.read, saved, files, stacks
     )
@@ -119,10 +121,8 @@ def adapter_of(name: str, where: str, spec: AdapterSpec, tensors: Mapping[str, T
     """The adapter of a checkpoint, made from its named tensors."""
     shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
     layers, stacks = layers_of(shapes, spec, where), stacks_of(shapes, spec, where)
-    scales, kinds = (
-        {path: spec.scale(path) for path in [*layers, *stacks]},
-        (spec.name == "dora", spec.lora_bias),
-    )
+    scales = {path: spec.scale(path) for path in [*layers, *stacks]}
+    kinds = (spec.name == "dora", spec.lora_bias)
     return ServedAdapter(name, where, scales, layers, *kinds, None, tensors.__getitem__, stacks=stacks)
 
 
@@ -141,7 +141,8 @@ def layers_of(
             raise _incomplete(where, f"{name} is not a tensor of a known adapter type")
         parts.setdefault(match[1], {})[match[2] or match[3] or _BIAS] = shape
     for path, layer_shapes in parts.items():
-        turns, (rank, _) = spec.name == "dora", spec.strength(path)
+        turns = spec.name == "dora"
+        (rank, _) = spec.strength(path)
         wanted = {A, B, *([MAGNITUDE] if turns else []), *([_BIAS] if spec.lora_bias else [])}
         if layer_shapes.keys() != wanted:
             odd = ", ".join(sorted(wanted ^ layer_shapes.keys()))

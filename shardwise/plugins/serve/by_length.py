@@ -33,7 +33,8 @@ class ByLength(Reader):
         self._more = 0
 
     def begin(self, texts: list[list[int]], adapters: list[str], more: int, length: int = 0) -> Tensor:
-        self._texts, self._adapters = [list(text) for text in texts], list(adapters)
+        self._texts = [list(text) for text in texts]
+        self._adapters = list(adapters)
         self._more = more
         rows_by_side = [self._rows(long) for long in (False, True)]
         self._sides = [(rows, self._reader()) for rows in rows_by_side if rows]
@@ -83,7 +84,8 @@ class ByLength(Reader):
 
 def batches_by_length(lengths: Sequence[int], size: int, model: nn.Module) -> Iterator[list[int]]:
     """The indices of texts in batches, longest first; all texts of a batch have the angles that each has alone."""
-    limit, order = limit_of_angles(model), sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    limit = limit_of_angles(model)
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     longer = sum(limit is not None and length > limit for length in lengths)
     for side in (order[:longer], order[longer:]):
         yield from (side[first : first + size] for first in range(0, len(side), size))

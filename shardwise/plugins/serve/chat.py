@@ -52,7 +52,8 @@ class Conversation:
             DataError: the template rejects the chat.
             RecipeError: the turn alone is longer than the model's context.
         """
-        before, answer = list(self.turns), ""
+        before = list(self.turns)
+        answer = ""
         self.turns.append(Turn("user", text))
         try:
             for piece in self._served.generate([Request(self.prompt(), self.adapter, self._sampling)]):

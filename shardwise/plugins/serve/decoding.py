@@ -64,7 +64,8 @@ class Again(Reader):
         self._length = 0
 
     def begin(self, texts: list[list[int]], adapters: list[str], more: int, length: int = 0) -> Tensor:
-        self._texts, self._adapters = [list(text) for text in texts], list(adapters)
+        self._texts = [list(text) for text in texts]
+        self._adapters = list(adapters)
         self._length = length
         return torch.stack([self._last(row) for row in range(len(texts))])
 

@@ -24,7 +24,8 @@ class Writer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._tokens = _end_of(prompt, tokenizer)
-        self._from, self._shown = 0, len(self._tokens)
+        self._shown = len(self._tokens)
+        self._from = 0
         self._kept = ""
         self.stopped = False
 
@@ -52,7 +53,8 @@ class Writer:
         return decode(self._tokens[self._from :])[len(known) :]
 
     def _checked(self, text: str) -> str:
-        text, self._kept = self._kept + text, ""
+        text = self._kept + text
+        self._kept = ""
         positions = [position for stop in self._stop if (position := text.find(stop)) >= 0]
         if positions:
             self.stopped = True

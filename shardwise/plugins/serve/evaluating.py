@@ -92,7 +92,10 @@ def perplexity(
     count = min(len(dataset), options.sequences or len(dataset))
     lengths = [dataset.filled(sample) or length for sample in range(count)]
     served.bank.select([chosen_adapter(opened, options)] * options.batch)
-    device, total, targets, done = next(opened.model.parameters()).device, 0.0, 0, 0
+    device = next(opened.model.parameters()).device
+    total = 0.0
+    targets = 0
+    done = 0
     for samples in batches_by_length(lengths, options.batch, opened.model):
         longest = lengths[samples[0]]
         rows = [*samples, *[None] * (options.batch - len(samples))]
@@ -106,7 +109,8 @@ def perplexity(
 
 def _batch_loss(opened: OpenedModel, batch: Batch) -> tuple[float, int]:
     """(cross-entropy in nats, summed in fp64, number of targets) of a batch; without a router's auxiliary loss."""
-    logits, labels = opened.blueprint.logits(opened.model, batch["input_ids"]), batch["labels"]
+    logits = opened.blueprint.logits(opened.model, batch["input_ids"])
+    labels = batch["labels"]
     counted = labels != IGNORED
     rows = zip(logits, labels, counted, strict=True)  # one row at a time is copied to fp64
     losses = [cross_entropy_sum(row[mask].double(), targets[mask]) for row, targets, mask in rows]

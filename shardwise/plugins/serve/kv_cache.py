@@ -31,7 +31,8 @@ class Cache:
 
     def expect(self, count: int, device: torch.device) -> Tensor:
         """Prepare for ``count`` more tokens in every row; return their positions, [s] or [b, s]."""
-        first, last = self.seen, self.seen + count
+        first = self.seen
+        last = self.seen + count
         slots = torch.arange(first, last, device=device)
         if not any(self.padding):
             self.mask = None
@@ -65,11 +66,13 @@ class BlockCache:
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None, bool]:
         """See ``model.decoder.KeyValues``."""
-        cache, count = self._cache, k.shape[2]
+        cache = self._cache
+        count = k.shape[2]
         if self._keys is None or self._values is None:
             shape = (k.shape[0], k.shape[1], cache.capacity, k.shape[3])
             self._keys, self._values = k.new_empty(shape), v.new_empty(shape)
-        first, last = cache.seen, cache.seen + count
+        first = cache.seen
+        last = cache.seen + count
         self._keys[:, :, first:last] = k
         self._values[:, :, first:last] = v
         if first == 0 and cache.mask is None:

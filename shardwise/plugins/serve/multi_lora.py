@@ -243,7 +243,9 @@ class _Copies:
         adapters: Sequence[ServedAdapter],
         selected: Callable[[], tuple[str, ...]],
     ) -> None:
-        self.path, self._selected, self._copies = path, selected, dict[str, nn.Module]()
+        self.path = path
+        self._selected = selected
+        self._copies = dict[str, nn.Module]()
         for adapter in adapters:
             if path in adapter.owners:
                 copy = self._copies[adapter.name] = deepcopy(module)

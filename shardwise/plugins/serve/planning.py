@@ -162,7 +162,9 @@ def _most_requests(peak_of: Callable[[int], int], asked: int, room: int) -> int:
     Args:
         asked: requests that were counted already, if ``peak_of`` remembers them.
     """
-    fitting, too_many, other = 1, MOST_REQUESTS + 1, max(2, asked)
+    fitting = 1
+    too_many = MOST_REQUESTS + 1
+    other = max(2, asked)
     if peak_of(1) > room:
         return 0
     while too_many - fitting > 1:
@@ -226,7 +228,8 @@ class _Counted:
         from shardwise.plugins.serve.serving import SERVED_DTYPES
         from shardwise.runtime.torch_private_fake import StaticFakeMode
 
-        dtype, target = SERVED_DTYPES[self.precision], TARGET_KERNELS[self.cluster.device.kind]
+        dtype = SERVED_DTYPES[self.precision]
+        target = TARGET_KERNELS[self.cluster.device.kind]
         built = meta_model(self.blueprint, self.recipe.adapter, dtype)
         tracker = Tracker({}, target.workspace, target.kept, lambda: "")
         fake = StaticFakeMode(allow_non_fake_inputs=True)

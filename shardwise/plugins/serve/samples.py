@@ -107,7 +107,8 @@ def record_sample(folder: Path) -> None:
 
 def _sampled(folder: Path, recipe: Recipe, outcome: Outcome, kind: DeviceKind) -> Outcome:
     """The outcome with samples, or with the reason why there are none."""
-    part, size = recipe.data.parts[0], outcome.parameters
+    part = recipe.data.parts[0]
+    size = outcome.parameters
     large = f"a model of {format_count(size)} parameters takes too long on one {kind.name}"
     affordable = int((SAMPLE_FLOPS if kind.is_host else DEVICE_FLOPS) / (2 * size))
     if affordable < ANSWER_TOKENS:
@@ -145,7 +146,8 @@ def _before_and_after(
     folder: Path, recipe: Recipe, questions: Sequence[Question], kind: DeviceKind
 ) -> tuple[AnswerRecord, ...]:
     """Raises RecipeError if the model does not generate text, or this process sees no such device."""
-    dtype, device = torch.float32 if kind.is_host else torch.bfloat16, serving_device(kind.torch_type)
+    dtype = torch.float32 if kind.is_host else torch.bfloat16
+    device = serving_device(kind.torch_type)
     opened = open_model(folder, None, dtype, device)
     start = None if recipe.adapter is None else recipe.adapter.start_from
     served = ServedModel(opened, {} if start is None else {_FIRST: start})
@@ -190,7 +192,8 @@ def _greedy_answers(
 
 def _questions(recipe: Recipe, count: int, tokens: int) -> Iterator[Question]:
     """The first held-out records with a prompt that leaves room for an answer, or a start of plain text."""
-    splits, tokenizer = _opened(recipe), tokenizer_of(recipe.data.parts[0])
+    splits = _opened(recipe)
+    tokenizer = tokenizer_of(recipe.data.parts[0])
     side = splits.held_out if len(splits.held_out) else splits.train
     if side.from_records:
         template = tokenizer.chat if side.chats else None
@@ -222,7 +225,8 @@ def _question(
 def _opening_in(ids: list[int], tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, int]:
     """Where the first answer of a record starts, in tokens, and its length; half of it if no opening is found."""
     after = "" if template is None else _around_a_turn(template)[1]
-    text, start = tokenizer.shown(ids), len(ids) // 2
+    text = tokenizer.shown(ids)
+    start = len(ids) // 2
     for opening in (after.rstrip(), after):  # its last blank may be part of the answer's first token
         before = tokenizer.encode(text[: text.find(opening) + len(opening)]) if opening in text else []
         if opening and ids[: len(before)] == before:

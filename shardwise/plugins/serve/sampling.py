@@ -50,7 +50,8 @@ class Sampling:
     def __post_init__(self) -> None:
         whole = {"tokens": 1, "top_k": 1, "seed": 0}
         for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
+            name = field.name
+            value = getattr(self, field.name)
             if name in whole and not (name == "top_k" and value is None):
                 good = (
                     type(value) is int and value >= whole[name] and not (name == "seed" and value >= 1 << 64)

@@ -97,7 +97,8 @@ def require_experts(adapter: ServedAdapter, modules: Mapping[str, nn.Module]) ->
     """Raise CheckpointError unless the model has every stack of experts of an adapter, with the same shape."""
     for stack, (a, b) in adapter.stacks.items():
         path, _, name = stack.rpartition(".")
-        module, there = modules.get(path, nn.Module()), [a[0], b[1], a[2]]
+        module = modules.get(path, nn.Module())
+        there = [a[0], b[1], a[2]]
         why = f"its {stack} is no stack of experts of this model"
         if isinstance(module, AdaptedExperts) or name in adaptable_stacks(module):
             here = list(stack_shape(module, name))

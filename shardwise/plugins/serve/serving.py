@@ -171,10 +171,12 @@ class _Answer:
 
     def __init__(self, place: int, how: Sampling, adapter: str, ids: list[int], opened: OpenedModel) -> None:
         self.place, self.how, self.adapter = place, how, adapter
-        self._ids, self._context = ids, opened.context
+        self._ids = ids
+        self._context = opened.context
         self._ends = opened.ends
         self._writer = Writer(opened.tokenizer, ids, how.stop)
-        self._begin, self._left = 0, self.how.tokens
+        self._begin = 0
+        self._left = self.how.tokens
         self._generator = torch.Generator().manual_seed(self.how.seed)
 
     @property
@@ -214,7 +216,9 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
     """Answer one batch. Ids from ``vocab`` on are padding of the model's vocabulary and are never chosen."""
     logits, room = _begun(answers, reader)
     while True:
-        rows, left, tokens = _require_finite(logits[:, :vocab].float().cpu()), [], []
+        rows = _require_finite(logits[:, :vocab].float().cpu())
+        left = []
+        tokens = []
         for row, answer in enumerate(answers):
             token, piece = answer.take(rows[row])
             if not piece.end:
@@ -228,7 +232,8 @@ def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterato
             answers = [answers[row] for row in left]
             reader.keep(left)
         if room > 0:
-            logits, room = _followed(reader, tokens), room - 1
+            logits = _followed(reader, tokens)
+            room -= 1
             continue
         # Rows are as long as the longest text, and stay so when it has left: only reading again makes them shorter.
         for answer in answers:
@@ -251,7 +256,8 @@ def _require_finite(rows: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _begun(answers: list[_Answer], reader: Reader) -> tuple[torch.Tensor, int]:
     """The first logits, and the number of tokens that the context can take after the longest text."""
-    texts, room = [answer.read for answer in answers], min(answer.room for answer in answers)
+    texts = [answer.read for answer in answers]
+    room = min(answer.room for answer in answers)
     more = min(room, max(answer.left for answer in answers))
     return reader.begin(texts, [answer.adapter for answer in answers], more), room
 

@@ -119,7 +119,8 @@ def _draw_gantt(axes: Any, chart: Chart, rows: Sequence[int], end: float, width:
         axes.add_patch(_pass_bar(lane, 0, end, facecolor=SHADE, linewidth=0, zorder=-1))
     for lane, rank in enumerate(rows):
         for action, start, stop in chart.played.spans[rank]:
-            colour, hatch = PASS_COLOURS[action.kind][1], HATCHES.get(action.kind)
+            colour = PASS_COLOURS[action.kind][1]
+            hatch = HATCHES.get(action.kind)
             if start >= end:
                 continue
             edge = 0.5 if (stop - start) * inch > NARROWEST else 0.0

@@ -78,7 +78,8 @@ def _phases(process: int, seconds: Mapping[str, float], rank: int = 0) -> Iterat
 
 def _ledger_events(plan: Plan) -> Iterator[Event]:
     """The planned memory of the worst rank by row, in MiB."""
-    begin, whole = 0.0, len(plan.timeline)
+    begin = 0.0
+    whole = len(plan.timeline)
     for phase, members in groupby(plan.timeline, key=lambda point: point.phase):
         points: Sequence[Any] = list(members)
         length = plan.step.phases.get(phase, plan.step.seconds * len(points) / whole)

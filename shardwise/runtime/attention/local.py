@@ -160,7 +160,8 @@ def _trusts_windows(dtype: torch.dtype, width: int, device: torch.device) -> boo
 
 def _window_error(dtype: torch.dtype, width: int, device: torch.device) -> float:
     """The largest error of a row of the output or of a gradient, for windows around the size of a tile."""
-    generator, length = torch.Generator(device).manual_seed(0), 320
+    generator = torch.Generator(device).manual_seed(0)
+    length = 320
     shapes = [(1, heads, length, width) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
     gradient = torch.randn(q.shape, generator=generator, device=device).to(dtype)

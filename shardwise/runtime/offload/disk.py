@@ -132,7 +132,8 @@ def _transfer(part: Callable[..., int], descriptor: int, view: memoryview, offse
         count = part(descriptor, [view], offset)
         if count == 0:
             raise OSError(errno.EIO, "the file ends too early")
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset += count
 
 
 # -- the operators ------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ def kernels_as(device_type: str, attention: tuple[str, ...] = ()) -> Iterator[No
         attention: the device's order of attention's backends.
     """
     global _planned
-    before, _planned = _planned, (device_type, attention)
+    before = _planned
+    _planned = (device_type, attention)
     try:
         yield
     finally:

@@ -64,7 +64,8 @@ class Room:
 
     def sizes(self, tokens: int, chosen: int, ranks: int, experts: int) -> tuple[int, int]:
         """Rows that a rank takes from each other one, and its pairs from all; ``experts`` are those of a rank."""
-        pairs, most = tokens * chosen, tokens * ranks * min(chosen, experts)
+        pairs = tokens * chosen
+        most = tokens * ranks * min(chosen, experts)
         self.factor = min(self.factor, most / pairs)
         # The part of the tokens that choose none of the experts of a rank, if they choose at random.
         missed = math.comb(experts * (ranks - 1), chosen) / math.comb(experts * ranks, chosen)
@@ -75,7 +76,8 @@ class Room:
     def unlimited(self) -> Iterator[None]:
         """Within it there is room for all tokens, and its use does not count: few may all have the same expert."""
         before = self.factor, self.used
-        self.factor, self.used = math.inf, None
+        self.factor = math.inf
+        self.used = None
         try:
             yield
         finally:
@@ -112,7 +114,8 @@ def divide_experts(
                 fix=f"the nearest that works is expert_parallel: {math.gcd(ranks.size, experts.num_experts)}",
             )
         # transformers then takes the index num_experts for the experts of other ranks.
-        experts.num_experts, experts._is_expert_parallel = experts.num_experts // ranks.size, True
+        experts.num_experts = experts.num_experts // ranks.size
+        experts._is_expert_parallel = True
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, _part(weight, mesh, experts.num_experts))
         weights = LocalWeights(ranks, ())
@@ -126,7 +129,8 @@ def divide_experts(
 
 def _part(weight: nn.Parameter, mesh: DeviceMesh, experts: int) -> nn.Parameter:
     piece = torch.empty((experts, *weight.shape[1:]), dtype=weight.dtype, device="meta")
-    shape, stride = weight.shape, weight.stride()
+    shape = weight.shape
+    stride = weight.stride()
     whole = DTensor.from_local(piece, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     return nn.Parameter(whole, requires_grad=weight.requires_grad)
 
@@ -147,7 +151,8 @@ class Routes(NamedTuple):
 
 def routes(index: Tensor, ranks: int, experts: int, capacity: int) -> Routes:
     """The routes of tokens with these experts [t, k], ``experts`` on each rank, ``capacity`` rows for each."""
-    tokens, rows = index.shape[0], ranks * capacity
+    tokens = index.shape[0]
+    rows = ranks * capacity
     goes = torch.zeros(ranks, tokens, dtype=torch.bool, device=index.device)
     goes = goes.scatter(0, (index // experts).T, True)
     ends = goes.cumsum(1)
@@ -213,7 +218,8 @@ class Dispatch:
         require_arguments(module, args, "expert_parallel")
         self._tokens = args[0].shape[0]
         x, index, weight = args if self.shares is None else (local_share(x, self.shares) for x in args)
-        (tokens, chosen), ranks = index.shape, self.ranks.size
+        (tokens, chosen) = index.shape
+        ranks = self.ranks.size
         capacity, room = self.room.sizes(tokens, chosen, ranks, self.experts)
         token, row, most = routes(index, ranks, self.experts, capacity)
         number = self._exchange(self._numbers(index, token, capacity))
@@ -223,7 +229,8 @@ class Dispatch:
         if capacity < tokens:
             self.room.see(most.to(torch.float32) / capacity)
         # A row without a token, and one without a pair, may have any contents.
-        token, choice = token.clamp(max=tokens - 1), choice.clamp(max=number.numel() - 1)
+        token = token.clamp(max=tokens - 1)
+        choice = choice.clamp(max=number.numel() - 1)
         arrived = rows_of(x, token, row, self._exchange)
         factors = rows_of(weight, token, row, self._exchange).view(-1, 1)
         source = choice // chosen
@@ -243,7 +250,8 @@ class Dispatch:
         return all_to_all(rows, self.ranks)
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        way, self._way = self._way, None
+        way = self._way
+        self._way = None
         assert way is not None
         source, pair, token, row = way
         out = sums_of(sums_of(result, source, pair), token, row, self._exchange)

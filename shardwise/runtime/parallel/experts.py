@@ -63,7 +63,8 @@ class DividedExperts:
         """Those of a module, which is told that it has fewer experts."""
         experts: Any = module
         start, stop = ranks.span(experts.num_experts)
-        experts.num_experts, experts._is_expert_parallel = stop - start, True
+        experts.num_experts = stop - start
+        experts._is_expert_parallel = True
         return cls(ranks, start, stop, sequence_parallel)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -29,13 +29,16 @@ class RegatheredInput:
 
     def begin(self, shard: Tensor) -> None:
         if self._sent is None and self._whole is None:
-            self._sent, self._left = self._ranks.start_all_gather(shard), self._layers
+            self._sent = self._ranks.start_all_gather(shard)
+            self._left = self._layers
 
     def take(self) -> Tensor:
         if self._whole is None:
             assert self._sent is not None
-            self._whole, self._sent = self._ranks.finish_all_gather(self._sent), None
-        whole, self._left = self._whole, self._left - 1
+            self._whole = self._ranks.finish_all_gather(self._sent)
+            self._sent = None
+        whole = self._whole
+        self._left -= 1
         if self._left == 0:
             self._whole = None
         return whole

@@ -50,7 +50,8 @@ class Replicas:
         """``last``: this backward pass is the last one of the step, so that gradients are complete in it."""
         if not self._groups:
             self._watch()
-        self._active, self._next = last, 0
+        self._active = last
+        self._next = 0
         self._missing = [len(group) for group in self._groups[:-1]]
 
     def finish(self) -> None:

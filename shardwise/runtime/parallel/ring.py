@@ -73,11 +73,14 @@ class _Ring(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str) -> tuple[Tensor, Tensor]:
     group, kernels = group_named(group_name), kernels_for(q)
-    rank, ranks, half = dist.get_rank(group), group.size(), q.shape[2] // 2
+    rank = dist.get_rank(group)
+    ranks = group.size()
+    half = q.shape[2] // 2
     here = torch.stack((k, v))  # [2, b, k, s/n, d]
     coming = _RingTransfer(here, group)
     out, logarithms = kernels.forward(q, k, v, True, scale)
-    out, logarithms = out.to(accumulation_dtype(q.dtype)), logarithms.contiguous()
+    out = out.to(accumulation_dtype(q.dtype))
+    logarithms = logarithms.contiguous()
     for step in range(1, ranks):
         here = coming.wait()
         if step + 1 < ranks:
@@ -111,12 +114,17 @@ def _backward(
     scale: float,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group, kernels, wide = group_named(group_name), kernels_for(q), accumulation_dtype(q.dtype)
-    rank, ranks, half = dist.get_rank(group), group.size(), q.shape[2] // 2
+    group = group_named(group_name)
+    kernels = kernels_for(q)
+    wide = accumulation_dtype(q.dtype)
+    rank = dist.get_rank(group)
+    ranks = group.size()
+    half = q.shape[2] // 2
     here = torch.stack((k, v))
     coming = _RingTransfer(here, group)
     dq, *own = kernels.backward(gradient, q, k, v, out, logarithms, causal=True, scale=scale)
-    dq, at_home = dq.to(wide), torch.stack(own).to(wide)
+    dq = dq.to(wide)
+    at_home = torch.stack(own).to(wide)
     del own
     later = [x[:, :, half:] for x in (gradient, q, out, logarithms)]
     behind: _RingTransfer | None = None  # the partial gradients of the current block
@@ -154,7 +162,8 @@ class _RingTransfer:
     """Sends a tensor to the next rank and receives one from the previous rank."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
-        rank, ranks = dist.get_rank(group), group.size()
+        rank = dist.get_rank(group)
+        ranks = group.size()
         self._sent = sent
         self._arriving = torch.empty_like(sent)
         self._works = dist.batch_isend_irecv(

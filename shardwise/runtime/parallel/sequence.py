@@ -61,7 +61,8 @@ class TokenShard:
 
         Packed documents have positions [b, s/n] of their own, and keep their ``starts``.
         """
-        own, whole = {"input_ids", "labels"}, {"starts"}
+        own = {"input_ids", "labels"}
+        whole = {"starts"}
         packed = {"positions", "starts"} <= batch.keys()
         known = own | self.per_token | self.per_sample | ({"positions", "starts"} if packed else set())
         if not own <= batch.keys() <= known:

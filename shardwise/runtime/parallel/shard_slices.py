@@ -101,7 +101,8 @@ def gather(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     part = local_part(tensor).to(tensor.device_mesh.device_type)
-    shape, stride = tensor.shape, tensor.stride()
+    shape = tensor.shape
+    stride = tensor.stride()
     whole = DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
     )

@@ -204,7 +204,8 @@ def _shard_of(path: str, parameter: nn.Parameter, mesh: DeviceMesh, dim: int) ->
     """This rank's shard with undefined values, as a DTensor."""
     if isinstance(parameter, DTensor):
         return parameter
-    shape, size = list(parameter.shape), parameter.shape[dim]
+    shape = list(parameter.shape)
+    size = parameter.shape[dim]
     # Parts are rounded up, as torch.chunk does, so the last ranks may get nothing.
     if -(-size // mesh.size()) * (mesh.size() - 1) >= size:
         raise RecipeError(

@@ -48,7 +48,8 @@ class LocalWeights:
                 module._parameters[name] = plain  # type: ignore[assignment]
 
     def after(self, module: nn.Module, *_: object) -> None:
-        parameters, self._held = self._held, None
+        parameters = self._held
+        self._held = None
         for name, parameter in (parameters or {}).items():
             module._parameters[name] = parameter
 
@@ -78,7 +79,8 @@ class ColumnInput:
         if self._source is None or self._source() is not x:
             entered = (gathered if self.sequence_parallel else copied)(x, self.ranks)
             # Weak: the input is not kept for a next call.
-            self._source, self._left = weakref.ref(x), self.layers
+            self._source = weakref.ref(x)
+            self._left = self.layers
             self._entered = entered, RegatheredInput(self.ranks)
         assert self._entered is not None
         entered, regathered = self._entered
@@ -123,7 +125,8 @@ class VocabularyRows:
         return ((ids - start).masked_fill(self._elsewhere, 0), *rest)
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        elsewhere, self._elsewhere = self._elsewhere, None
+        elsewhere = self._elsewhere
+        self._elsewhere = None
         assert elsewhere is not None
         own = result.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return (scattered if self.sequence_parallel else summed)(own, self.ranks)

@@ -127,7 +127,8 @@ class _PartOfLastDim(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: TPGroup) -> Tensor:
-        ctx.ranks, ctx.size = ranks, whole.shape[-1]
+        ctx.ranks = ranks
+        ctx.size = whole.shape[-1]
         start, stop = ranks.span(ctx.size)
         return whole[..., start:stop].contiguous()
 

@@ -59,7 +59,8 @@ class Vocabulary:
     @contextmanager
     def local_logits(self) -> Iterator[None]:
         """Inside the context the output layer returns this rank's logits only."""
-        before, self._local = self._local, True
+        before = self._local
+        self._local = True
         try:
             yield
         finally:

@@ -68,7 +68,9 @@ class StoredPacking:
 
     def pack_stored(self, weight: QuantizedWeight) -> Tensor:
         """The whole parameter."""
-        tensors, parts, end = weight.tensors(), [], 0
+        tensors = weight.tensors()
+        parts = []
+        end = 0
         for stored in self._ranges():
             data = tensors[stored.suffix].contiguous().reshape(-1).view(torch.uint8)
             parts.append(F.pad(data, (stored.start - end, 0)))

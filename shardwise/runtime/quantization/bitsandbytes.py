@@ -59,7 +59,8 @@ class BitsAndBytesWeight(QuantizedWeight):
         return self.rows, self.columns
 
     def dequantize(self) -> Tensor:
-        count, scales = self.rows * self.columns, self.scales
+        count = self.rows * self.columns
+        scales = self.scales
         if self.double is not None:
             codes = F.embedding(scales.int(), self.double.table.unsqueeze(1)).flatten()
             scales = _scaled(codes, self.double.scales) + self.double.offset
@@ -85,7 +86,8 @@ def bitsandbytes_weight_of(tensors: Mapping[str, Tensor], shape: tuple[int, int]
 
 def _scaled(values: Tensor, scales: Tensor) -> Tensor:
     """Values [n], each times the scale of its block."""
-    count, block = values.numel(), 1
+    count = values.numel()
+    block = 1
     while -(-count // block) > scales.numel():
         block *= 2
     padded = F.pad(values, (0, block * scales.numel() - count)).view(-1, block)

@@ -86,7 +86,8 @@ def walsh_hadamard(x: Tensor) -> Tensor:
     while inner < size:
         count = min(SYLVESTER_ORDER, size // inner)
         x = _sylvester(count).to(x) @ x.flatten(-2).unflatten(-1, (-1, count, inner))
-        x, inner = x.flatten(-3, -2), inner * count
+        x = x.flatten(-3, -2)
+        inner *= count
         x = x.flatten(-2).unflatten(-1, (-1, inner))
     return x.flatten(-2)
 

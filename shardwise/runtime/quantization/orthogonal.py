@@ -100,7 +100,8 @@ def inverse_dct(x: Tensor) -> Tensor:
     half = torch.complex(x[..., : size // 2 + 1].contiguous(), reversed_) / _twiddle(size, x.dtype).to(
         x.device
     )
-    mixed, middle = torch.fft.irfft(half, size), (size + 1) // 2
+    mixed = torch.fft.irfft(half, size)
+    middle = (size + 1) // 2
     restored = torch.empty_like(x)
     restored[..., ::2], restored[..., 1::2] = mixed[..., :middle], mixed[..., middle:].flip(-1)
     return restored

@@ -36,7 +36,9 @@ def weight_of(tensors: Mapping[str, Tensor], width: int, shape: tuple[int, int])
         return bitsandbytes_weight_of(tensors, shape)
     if FP4 in tensors:
         return Float4Weight(tensors[FP4], tensors[SCALE])
-    scale, zero, group_of = tensors[SCALE], tensors.get(ZERO), tensors.get(COLUMN_GROUPS)
+    scale = tensors[SCALE]
+    zero = tensors.get(ZERO)
+    group_of = tensors.get(COLUMN_GROUPS)
     if PACKED in tensors:
         codes = from_words(tensors[PACKED], width, shape[1])
         zero = None if zero is None else from_words(zero.t(), width, shape[0]).t().contiguous()

@@ -171,7 +171,8 @@ class _Measured(_Chosen):
         self._last = len(self._noted)
         if (call := self._writer(tensor)) is None:
             return
-        storage, noted = tensor.untyped_storage(), self._noted[call]
+        storage = tensor.untyped_storage()
+        noted = self._noted[call]
         self._saved[call, storage_key(storage)] = storage.nbytes()
         if noted.single is not None and noted.single[0] == tensor.dtype and call not in self.results.calls():
             with torch.no_grad():

@@ -173,7 +173,8 @@ class Results:
             if call is None or overwritten is None:
                 continue
             if runs_once(call[0]) and (now := overwritten.kept.value()) is not None:
-                overwritten.kept, overwritten.others = save_offloaded(now.clone()), []
+                overwritten.kept = save_offloaded(now.clone())
+                overwritten.others = []
                 overwritten.tensors.clear()
             else:
                 self._results.pop(call, None)

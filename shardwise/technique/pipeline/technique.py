@@ -82,12 +82,14 @@ def _tied(case: Case) -> bool:
 
 
 def _too_many_stages(case: Case) -> bool:
-    blocks, ranks = _block_count(case), case.strategy[PIPELINE_PARALLEL]
+    blocks = _block_count(case)
+    ranks = case.strategy[PIPELINE_PARALLEL]
     return blocks is not None and ranks > 1 and ranks * stages_per_rank(case.strategy) > blocks
 
 
 def _fewer_stages(case: Case) -> Mapping[str, object]:
-    strategy, blocks = case.strategy, _block_count(case) or 1
+    strategy = case.strategy
+    blocks = _block_count(case) or 1
     if strategy[PIPELINE_SCHEDULE] == "interleaved" and strategy[PIPELINE_PARALLEL] <= blocks:
         per_rank = blocks // strategy[PIPELINE_PARALLEL]
         return {"pipeline_stages_per_rank": per_rank} if per_rank > 1 else {"pipeline_schedule": "1f1b"}
@@ -241,17 +243,20 @@ class PipelineParallel(Dividing):
         return {PIPELINE_AXIS.name: strategy[PIPELINE_PARALLEL]}
 
     def stretch(self, strategy: Strategy, micro_batches: int) -> Stretch:
-        ranks, per_rank = strategy[PIPELINE_PARALLEL], stages_per_rank(strategy)
+        ranks = strategy[PIPELINE_PARALLEL]
+        per_rank = stages_per_rank(strategy)
         return stretch_of(strategy[PIPELINE_SCHEDULE], ranks, per_rank, micro_batches)
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         if strategy[PIPELINE_PARALLEL] == 1:
             return ""
-        schedule, per_rank = strategy[PIPELINE_SCHEDULE], stages_per_rank(strategy)
+        schedule = strategy[PIPELINE_SCHEDULE]
+        per_rank = stages_per_rank(strategy)
         return f"pp{strategy[PIPELINE_PARALLEL]} {schedule}" + (f"×{per_rank}" if per_rank > 1 else "")
 
     def apply(self, site: Site) -> None:
-        ranks, per_rank = site.strategy[PIPELINE_PARALLEL], stages_per_rank(site.strategy)
+        ranks = site.strategy[PIPELINE_PARALLEL]
+        per_rank = stages_per_rank(site.strategy)
         if ranks == 1:
             return
         from shardwise.model.balance import balanced_stages, kinds_of
@@ -295,7 +300,8 @@ def _keep_stages(site: Site, stages: Sequence[Stage]) -> None:
 
     from shardwise.model.stage import Stages
 
-    blueprint, view = site.context.blueprint, site.view
+    blueprint = site.context.blueprint
+    view = site.view
     with torch.device("meta"):
         models = [blueprint.stage(stage) for stage in stages]
     view.model = Stages(models).train()

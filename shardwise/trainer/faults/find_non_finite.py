@@ -86,7 +86,8 @@ class _Watch:
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self._at, self._order = (0, FORWARD), 0
+        self._at = (0, FORWARD)
+        self._order = 0
         for name, module in self.model.named_modules():
             short = canonical_name(f"{name}.").removesuffix(".") or type(module).__name__
             handles = [module.register_forward_hook(self._forward_hook(short))]

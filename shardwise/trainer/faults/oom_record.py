@@ -52,7 +52,8 @@ def resource_error(
         return ResourceError("out of memory", where=where, why=str(error).split(". ")[0], fix=fix)
     if isinstance(error, OSError) and (error.errno in DISK_FULL_ERRORS or error.errno == errno.EROFS):
         room = "free some space or raise the quota" if error.errno in DISK_FULL_ERRORS else "write elsewhere"
-        path, why = str(error.filename or "the disk"), error.strerror or str(error)
+        path = str(error.filename or "the disk")
+        why = error.strerror or str(error)
         return ResourceError("cannot write", where=path, why=why, fix=f"{room}, and go on")
     return None
 
@@ -132,7 +133,8 @@ class OomRecord:
         what, fix = "out of memory with a micro-batch of 1", "shard more, or recompute activations"
         if not self.is_final:
             size = self.next_micro_batch_size
-            what, fix = "out of memory", f"the same command goes on with micro_batch_size {size}"
+            what = "out of memory"
+            fix = f"the same command goes on with micro_batch_size {size}"
         return OutOfMemory(what, where=f"rank {self.rank}, step {self.step}", why=self.request, fix=fix)
 
     def final_error(self, advice: str) -> ResourceError:

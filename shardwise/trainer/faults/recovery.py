@@ -143,7 +143,8 @@ class Recovery:
             return
         first = max(back.step, verdict.first - LEAD)
         unit = self._batches.unit  # what belongs together is left out together
-        first, last = first - first % unit, verdict.last + unit - 1 - verdict.last % unit
+        first -= first % unit
+        last = verdict.last + unit - 1 - verdict.last % unit
         positions = [state.position(step) for step in range(first, last + 1)]
         left_out = merged([*state.left_out, *((position, position + 1) for position in positions)])
         after = replace(back, rewinds=state.rewinds + 1, left_out=left_out)
@@ -179,7 +180,8 @@ class Recovery:
     def _give_up(self, state: TrainState, index: int, why: str, finite: bool) -> None:
         """Find the first non-finite module and raise NumericsError."""
         self._saved()
-        position, finding = state.position(index), None
+        position = state.position(index)
+        finding = None
         if self._run.synchronous:  # else ranks have read ahead, and cannot run one step alone
             with torch.enable_grad():
                 finding = first_non_finite(self._run, self._batches.at(position))

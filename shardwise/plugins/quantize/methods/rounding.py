@@ -209,7 +209,8 @@ def _group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def _levels_between(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Levels:
     """Levels from ``low`` to ``high``."""
-    smallest, largest = -(1 << bits - 1), (1 << bits - 1) - 1
+    smallest = -(1 << bits - 1)
+    largest = (1 << bits - 1) - 1
     if symmetric:
         return Levels(stored_scale(torch.maximum(-low, high) / largest, dtype), None, bits, dtype)
     scale = stored_scale((high - low) / (largest - smallest), dtype)

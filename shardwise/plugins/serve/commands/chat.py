@@ -71,7 +71,8 @@ def _user_lines() -> Iterator[str]:
         except EOFError:
             return
         except UnicodeEncodeError:
-            where, fix = f"standard input:{number}", "write it in UTF-8"
+            where = f"standard input:{number}"
+            fix = "write it in UTF-8"
             error = DataError("a line is not text", where=where, why="it is not UTF-8", fix=fix)
             typer.echo(error.line(), err=True)
             continue
