@@ -97,6 +97,7 @@ def _site(context: Context, trained: bool = True) -> Site:
         lambda: blueprint.tensor_plan(model),
         experts=experts_by_name(model),
     )
+    # What the technique ``precision`` changes; without it all is fp32.
     options = EngineOptions(Dtypes(torch.float32, torch.float32, torch.float32))
     site = Site(context, view, options, trained=trained)
     for technique in ORDER:
@@ -104,6 +105,7 @@ def _site(context: Context, trained: bool = True) -> Site:
             technique.apply(site)
     if trained:
         site.hints.note(*site.objective.plan_notes)
+    # Last: techniques decide the dtype.
     blueprint.compute_in(site.view.model, site.options.dtypes.compute)
     return site
 
@@ -175,5 +177,6 @@ def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torc
             other.fill(run.frozen[role], recipe.seed)
     if run.first_values is not None:
         run.first_values.keep()
+    # After the fill: optimizers of libraries may copy the initial weights.
     run.optimizer.start()
     return run

@@ -46,6 +46,7 @@ class FirstValues:
             present = shard.clone()
             shard.copy_(first)
             first.copy_(present)
+        # FSDP2 may still hold gathered weights, which are made of the other values.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -49,12 +49,15 @@ class Sequential(ForwardBackward):
                         before_micro_batch(last, 0)
                     with phase("forward"):
                         loss_sum, count = live.loss(batch)
+                        # Without detach the sum would keep the graph of every micro-batch.
                         total += loss_sum.detach()
                         targets.passed(count)
                     if sees_loss is not None:
                         sees_loss(loss_sum)
                     with phase("backward"):
                         self._update.before_backward(total, last)
+                        # By the targets of the global batch, so gradients of micro-batches and ranks only have to
+                        # be added.
                         (loss_sum / targets.divisor * live.loss_scale.value).backward()
         with phase("backward"):
             for after_backward in live.options.backward_hooks:

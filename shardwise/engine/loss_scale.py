@@ -63,6 +63,8 @@ class DynamicLossScale(LossScale):
         bad = skipped > 0
         left = self._left - bad.to(torch.int32)
         clean = torch.where(bad, 0, self._clean + 1)
+        # All branches are computed and chosen by ``where``: a Python ``if`` on the verdict would wait for the
+        # device.
         lower = (self.value * spec.backoff).clamp(min=spec.floor)
         grown = clean >= spec.growth_interval
         value = torch.where(bad & (left <= 0), lower, self.value)
@@ -139,4 +141,4 @@ class AdaptiveNormLimit(NormLimit):
         square = torch.where(warming, (norm - mean) * (norm - self._mean), (norm - mean).square())
         self._variance.copy_(torch.where(bad, self._variance, self._variance.lerp(square, weight)))
         self._mean.copy_(torch.where(bad, self._mean, mean))
-        self._seen.add_(1 - skipped)
+        self._seen.add_(1 - skipped)  # a skipped norm counts neither for the warmup nor for the mean

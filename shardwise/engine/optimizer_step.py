@@ -53,12 +53,14 @@ class AfterBackward(OptimizerStep):
         limits = self._live.norm_limit
         square = square_sum(live.own_parameters(), live.device, live.ranks_of)
         dist.all_reduce(square, group=live.verdict_group)
+        # Gradients are still scaled; the factor below unscales and clips them in one pass over memory.
         norm = square.sqrt() / scale.value
         skip = 1 - (norm.isfinite() & loss.isfinite()).to(torch.float32)
         if scale.active or limits.active:
             # 1e-6 as in torch.nn.utils.clip_grad_norm_.
             factor = (limits.value(norm) / (norm + 1e-6)).clamp(max=1.0) / scale.value
             scale_gradients(live.model.parameters(), factor)
+        # A void step runs again on the same batch, so its norm is learned then.
         limits.update(norm, skip if self.void is None else skip.maximum(self.void))
         return norm, skip
 
@@ -92,6 +94,7 @@ class WithinBackward(OptimizerStep):
             self._skip = 1 - total.isfinite().to(torch.float32)
             dist.all_reduce(self._skip, dist.ReduceOp.MAX)
             self.see_capacity(self._skip)
+            # Now, before the last backward pass: its first updates cannot be taken back.
             self._skip = self.or_left_out(self._skip)
             self._square = torch.zeros((), dtype=torch.float64, device=self._live.device)
 
@@ -115,6 +118,7 @@ class WithinBackward(OptimizerStep):
         with torch.no_grad():
             if self.correction is not None:
                 scale_gradients([parameter], self.correction)
+            # Of this rank's shard alone: another rank may update its shard of a gradient that is not finite here.
             square = square_sum([parameter], live.device, live.ranks_of)
             self._square += square
             live.optimizer.update([parameter], self._skip.maximum(1 - square.isfinite().to(torch.float32)))

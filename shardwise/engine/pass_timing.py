@@ -50,6 +50,7 @@ class Spans:
             self._origin, self._clock = _time_of_day()
         else:
             self._origin = self.mark()
+            # The event is now reached on the device, so the time of day read next is its own.
             self._device.synchronize(device)
             self._clock = time.time()
 

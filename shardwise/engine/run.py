@@ -203,6 +203,7 @@ class OptimizerStep(ABC):
                 experts, and more room for them would help no step.
         """
         if (used := self.capacity_since()) is not None:
+            # By ``where`` on the device: the host reads the results of a step when the next one runs.
             used = used.where(faulty == 0, used.clamp(max=1))
             now = (used > 1).to(torch.float32)
             self.void = now if self.void is None else self.void.maximum(now)
@@ -212,6 +213,7 @@ class OptimizerStep(ABC):
         """The largest share of the capacity that a rank used since it was last forgotten; now it is. Collective."""
         if (capacity := self._live.options.capacity) is None:
             return None
+        # A rank whose passes met no experts takes part in the all-reduce all the same.
         nothing = torch.zeros((), dtype=torch.float32, device=self._live.device)
         used = nothing if capacity.used is None else capacity.used.clone()
         dist.all_reduce(used, dist.ReduceOp.MAX)

@@ -41,6 +41,7 @@ class HostCopy:
     def restore(self) -> None:
         """Write the copy back into the run."""
         _copy(self.tensors, _local_parts(self._run))
+        # Optimizers that keep derived state outside of their tensors read it again.
         self._run.optimizer.loaded()
 
 
@@ -81,6 +82,7 @@ class Snapshots(Generic[T]):
         assert label is not None
         self._copies[index].restore()
         for other in range(HOST_COPIES):
+            # The other copy is of a later step, which the run now undoes.
             if other != index and not self._kept(other, usable):
                 self._labels[other] = None
         self._next = (index + 1) % HOST_COPIES

@@ -75,6 +75,7 @@ class OperationClock(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
+            # DTensor dispatches again with the local tensors, which are timed then.
             return NotImplemented
         kwargs = kwargs or {}
         if not self._wanted(func):

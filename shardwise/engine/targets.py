@@ -63,12 +63,14 @@ class ReturnedTargets(Targets):
         self.number += count
         if self._passed == 1:
             first = self.number.clone()
+            # Gradients of the first micro-batch are made now, so all ranks must divide by the same number already.
             dist.all_reduce(first, group=self._group)
             self.divisor = (self._micro_batches * first).clamp(min=1)
             if self._micro_batches == 1:
                 self.number = first
         elif self._passed == self._micro_batches:
             dist.all_reduce(self.number, group=self._group)
+            # Gradients were divided by the estimate; this factor makes it the true number.
             self._update.correction = self.divisor.double() / self.number.clamp(min=1)
 
 

@@ -56,6 +56,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._group_of[parameter] = group
+                # Now, not at the first step as torch's optimizers do: the dry run counts state that exists.
                 self.state[parameter] = self.fresh_state(parameter)
 
     def fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -83,5 +84,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
         """Update some parameters, all of which have gradients."""
+        # ``groupby`` joins neighbours only: parameters come in the order of their groups, so each group is one
+        # call.
         for rate, members in groupby(parameters, key=self.rate_of):
             self._rule.update([whole(p, self.state[p]) for p in members], rate, skip)

@@ -74,6 +74,7 @@ class Pipelined(ForwardBackward):
         with self._measured():
             for action in order:
                 with micro_batch(action.micro_batch):
+                    # The last backward pass of a stage is the one in which its gradients are reduced.
                     step.do(action, action in ends)
         mail.close()
         self._sum_tied()
@@ -140,6 +141,7 @@ class Pipelined(ForwardBackward):
         turn = self._pipeline.ranks if self._pipeline.stages_per_rank > 1 else 1
         most = in_flight(self._pipeline.order(count))
         for fewer in range(turn * -(-(LEAST - 1) // turn), count - turn, turn):
+            # As many activations at the peak as with all micro-batches; one more turn shows the steady state.
             if in_flight(self._pipeline.order(fewer)) == most:
                 return fewer + turn
         return count
@@ -263,6 +265,7 @@ class Step:
         if part.first:
             given = batch["input_ids"]
         else:
+            # A leaf of this rank's graph: its gradient is what the stage before gets.
             given = self.mail.receive(action, hidden_shape(live, batch)).requires_grad_()
         with computing(action):
             result = stage_of(live, self.pipeline, action.stage, given, batch, partial(loss_sum, live))
@@ -300,6 +303,7 @@ class Step:
         del kept.end
         with computing(action):
             torch.autograd.backward(end, gradient)
+        # Token ids of the first stage have none.
         if kept.given.grad is not None:
             self.mail.send(action, kept.given.grad)
 
@@ -312,6 +316,7 @@ class Step:
             kept.end, kept.gradient = end, gradient
             return
         with without_updates(self.live.model), computing(action):
+            # Sent before the gradients of weights are made: the stage before waits for it.
             sent, kept.rest = gradients_of_input(end, gradient, kept.given, self.live.model)
         self.mail.send(action, sent)
         del kept.end, kept.given
