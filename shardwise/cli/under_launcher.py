@@ -32,14 +32,10 @@ def train_as_rank(
         This rank's exit code. After an OOM it is 75 on all ranks if the same command goes on with a smaller
         micro-batch; then torchrun or srun may start it again.
     """
-    from shardwise.worker import run_rank
-
     # While it waits for its peers in C++, no handler of Python's runs. The ranks handle the signal once they train.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if rank != 0:
-        return _exit_code(
-            _train_as_rank(out, rank, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out
-        )
+        return _exit_code(_train_as_rank(out, rank, exact_memory, device, lambda: 0), out)
 
     def elsewhere(step: str, *, capture: bool) -> subprocess.CompletedProcess[str]:
         # In another process, because planning would show up in the measured memory.
@@ -51,7 +47,7 @@ def train_as_rank(
         return code if code >= 0 else _report_killed(-code)
 
     with claim(out):
-        code = _train_as_rank(out, rank, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
+        code = _train_as_rank(out, rank, exact_memory, device, plan_elsewhere)
         if code == 0 or (code == FINISHED and lacks_page(out)):
             finish(out)
         exit_code = _exit_code(code, out)
@@ -60,17 +56,26 @@ def train_as_rank(
         return exit_code
 
 
-def _train_as_rank(out: Path, rank: int, train: Callable[[], None]) -> int:
+def _train_as_rank(
+    out: Path, rank: int, exact_memory: bool, device: str, prepare: Callable[[], int]
+) -> int:
     """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
     from shardwise.launch.alarm import leave_it_to_the_alarm
-    from shardwise.worker import attempt, report
+    from shardwise.worker import attempt, report, run_rank
 
-    before = written_at(out)
+    before: int | None = None
+
+    def prepared() -> int:
+        # Not earlier: NFS caches for half a minute that a folder is absent, and rank 0 may not have made it yet.
+        nonlocal before
+        before = written_at(out)
+        return prepare()
+
     try:
-        return attempt(train)
+        return attempt(lambda: run_rank("train", out, exact_memory, device, prepared))
     except Exception as error:
         leave_it_to_the_alarm()
-        if written_at(out) != before:
+        if before is not None and written_at(out) != before:
             return OutOfMemory.exit_code
         return report(rank_failure(error, rank))
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise import worker
-from shardwise.checkpoint.run_folder import PAGE, RECIPE
+from shardwise.checkpoint.run_folder import PAGE, RECIPE, claim
 from shardwise.cli import train
 from shardwise.cli import under_launcher as joined
 from shardwise.cli.planner import FINISHED
@@ -48,8 +51,9 @@ def join(tmp_path: Path, reported: list[Path], monkeypatch: pytest.MonkeyPatch) 
             return subprocess.CompletedProcess(words, planned, stdout="error: advice")
 
         def run_rank(verb: str, folder: Path, exact: bool, device: str, prepare: Callable[[], int]) -> None:
+            code = prepare()
             # All ranks report the error of rank 0's planner.
-            code = prepare() if rank == 0 else planned
+            code = code if rank == 0 else planned
             if code != 0:
                 raise worker.PlanFailed(code)
             if record is not None:
@@ -135,3 +139,42 @@ def test_another_number_of_processes_than_the_recipes_is_refused(
     with pytest.raises(RecipeError, match=rf"the plan is for 2 processes .*this is {said}"):
         train.command(recipe, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_other_ranks_look_at_the_folder_after_the_rendezvous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS would remember for half a minute that the folder is absent, which rank 0 then makes."""
+
+    def never(folder: Path) -> int:
+        raise AssertionError("looked at before the rendezvous")
+
+    def run_rank(*arguments: Any) -> None:
+        raise RuntimeError("no rendezvous")
+
+    monkeypatch.setattr(joined, "written_at", never)
+    monkeypatch.setattr(worker, "run_rank", run_rank)
+    assert joined.train_as_rank(Path("recipe.yaml"), [], tmp_path / "run", False, 1, "cpu") == 5
+
+
+@pytest.mark.parametrize("on_node1", [None, "process 7 on node9"])
+def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(
+    on_node1: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one with the job of an earlier run, which node 1 would train. Nothing is planned or written."""
+    out, prepared = tmp_path / "run", list[int]()
+    second = on_node1 or f"process {os.getpid()} on {socket.gethostname()}"
+
+    def gather(seen: list[tuple[str, str]], own: tuple[str, str]) -> None:
+        seen[1] = ("node1", second)
+
+    monkeypatch.setattr(worker.dist, "all_gather_object", gather)
+    monkeypatch.setattr(worker.dist, "broadcast_object_list", lambda codes: None)
+    world = worker.World(0, 2, 0, torch.device("cpu"))
+    with claim(out):
+        if on_node1 is None:
+            assert worker._prepared_on_rank_0(lambda: 0, out, world) == 0
+            return
+        with pytest.raises(RecipeError, match=f"node1 does not see what {socket.gethostname()} wrote there"):
+            worker._prepared_on_rank_0(lambda: prepared.append(0) or 0, out, world)
+    assert not prepared and not out.exists()
