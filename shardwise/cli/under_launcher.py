@@ -61,6 +61,7 @@ def _train_as_rank(
 ) -> int:
     """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
     from shardwise.launch.alarm import leave_it_to_the_alarm
+    from shardwise.launch.first_failure import tell, told
     from shardwise.worker import attempt, report, run_rank
 
     before: int | None = None
@@ -72,14 +73,21 @@ def _train_as_rank(
         return prepare()
 
     try:
-        return attempt(lambda: run_rank("train", out, exact_memory, device, prepared))
+        code = attempt(lambda: run_rank("train", out, exact_memory, device, prepared))
     except Exception as error:
         leave_it_to_the_alarm()
         if before is not None and written_at(out) != before:
             return OutOfMemory.exit_code
-        return report(rank_failure(error, rank))
+        if (failure := told()) is not None:
+            code, line = failure
+            heartbeat.own.tell(line)
+            print(line, file=sys.stderr, flush=True)
+            return code
+        code = report(rank_failure(error, rank))
     finally:
         heartbeat.own.watch(0.0)
+    tell(rank, code, heartbeat.own.read().line)
+    return code
 
 
 def _exit_code(code: int, out: Path) -> int:

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardwise import worker
 from shardwise.checkpoint.run_folder import PAGE, RECIPE, claim
 from shardwise.cli import train
 from shardwise.cli import under_launcher as joined
 from shardwise.cli.planner import FINISHED
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import DataError, RecipeError
+from shardwise.launch import first_failure
 from shardwise.plugins.serve import samples
 from shardwise.report import run as reports
 from shardwise.technique import strategy_from
@@ -115,7 +117,8 @@ def test_an_error_without_an_oom_is_the_ranks(
     write_record(tmp_path / "run", RECORD)  # of an earlier start
     assert join(1, 0, RuntimeError("Connection closed by peer\nsecond line")) == 5
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: rank 1 failed (") and ": RuntimeError: Connection closed by peer; " in line
+    assert line.startswith(f"error: rank 1 on {socket.gethostname()} failed (")
+    assert ": RuntimeError: Connection closed by peer; another rank was lost first" in line
 
 
 def test_a_run_that_ends_well_prints_nothing(
@@ -178,3 +181,19 @@ def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(
         with pytest.raises(RecipeError, match=f"node1 does not see what {socket.gethostname()} wrote there"):
             worker._prepared_on_rank_0(lambda: prepared.append(0) or 0, out, world)
     assert not prepared and not out.exists()
+
+
+def test_a_rank_that_fails_alone_ends_all_with_its_code(
+    join: Joined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its peers only see a broken connection, whose code would let a scheduler start the run again."""
+    (tmp_path / "run").mkdir()
+    store = HashStore()
+    monkeypatch.setattr(first_failure, "default_store", lambda: store)
+    broken = RuntimeError("Connection closed by peer")
+    assert join(2, 0, broken) == 5, "nobody has told why"
+    assert join(1, 0, DataError("no such data source", where="a.jsonl")) == 3
+    capsys.readouterr()
+    assert join(0, 0, broken) == 3
+    line = f"error: rank 1 on {socket.gethostname()} failed: no such data source (a.jsonl)\n"
+    assert capsys.readouterr().err == line
