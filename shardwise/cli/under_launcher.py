@@ -11,6 +11,7 @@ from pathlib import Path
 from shardwise.checkpoint.run_folder import claim, lacks_page
 from shardwise.cli.planner import FINISHED
 from shardwise.core import heartbeat
+from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, Preempted, ResourceError
 from shardwise.jobs.training import finish
 from shardwise.launch.failure import rank_failure
@@ -42,12 +43,17 @@ def train_as_rank(
         verb = [sys.executable, "-m", "shardwise.cli.planner", step, str(recipe), str(out), *overrides]
         return subprocess.run(verb, check=False, text=True, stdout=subprocess.PIPE if capture else None)
 
+    attempts = Attempts(out)
+
     def plan_elsewhere() -> int:
         code = elsewhere("prepare", capture=False).returncode
+        if code == 0:
+            attempts.began()
         return code if code >= 0 else _report_killed(-code)
 
     with claim(out):
         code = _train_as_rank(out, rank, exact_memory, device, plan_elsewhere)
+        attempts.ended("" if code == 0 else heartbeat.own.read().line or "another rank ran out of memory")
         if code == 0 or (code == FINISHED and lacks_page(out)):
             finish(out)
         exit_code = _exit_code(code, out)

@@ -21,6 +21,7 @@ from shardwise.checkpoint.run_folder import PAGE, RECIPE, claim
 from shardwise.cli import train
 from shardwise.cli import under_launcher as joined
 from shardwise.cli.planner import FINISHED
+from shardwise.core.attempts import ATTEMPTS, Attempts, interruptions
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.launch import first_failure
 from shardwise.plugins.serve import samples
@@ -197,3 +198,15 @@ def test_a_rank_that_fails_alone_ends_all_with_its_code(
     assert join(0, 0, broken) == 3
     line = f"error: rank 1 on {socket.gethostname()} failed: no such data source (a.jsonl)\n"
     assert capsys.readouterr().err == line
+
+
+def test_the_page_gets_the_interruptions_of_a_run_under_torchrun(join: Joined, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert join(0, 2) == 2, "nothing began"
+    assert not (out / ATTEMPTS).exists()
+    out.mkdir(exist_ok=True)
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert join(0, 0, DataError("no such data source")) == 3
+    Attempts(out).began()
+    Attempts(out).training(0)
+    assert [found.cause for found in interruptions(out)] == ["error: no such data source"]
