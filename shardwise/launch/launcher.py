@@ -95,13 +95,9 @@ spawner: Callable[[Command], Process] = start_process
 
 
 @contextlib.contextmanager
-def preloaded_run(world_size: int, nodes: int = 1) -> Iterator[None]:
-    """Let the workers of a run on this machine import torch during the block, in which it is planned and launched.
-
-    Args:
-        nodes: on several nodes another launcher starts the workers, and none is started here.
-    """
-    if nodes > 1 or spawner is not start_process:
+def preloaded_run(world_size: int) -> Iterator[None]:
+    """Let the workers of a run on this machine import torch during the block, in which it is planned and launched."""
+    if spawner is not start_process:
         yield
         return
     with preload.preloaded_workers(world_size, _process_environment(world_size)):

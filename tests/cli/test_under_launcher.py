@@ -192,7 +192,7 @@ def test_a_rank_that_fails_alone_ends_all_with_its_code(
     store = HashStore()
     monkeypatch.setattr(first_failure, "default_store", lambda: store)
     broken = RuntimeError("Connection closed by peer")
-    assert join(2, 0, broken) == 5, "nobody has told why"
+    assert join(2, 0, broken) == 5, "no rank has told why"
     assert join(1, 0, DataError("no such data source", where="a.jsonl")) == 3
     capsys.readouterr()
     assert join(0, 0, broken) == 3
@@ -210,3 +210,12 @@ def test_the_page_gets_the_interruptions_of_a_run_under_torchrun(join: Joined, t
     Attempts(out).began()
     Attempts(out).training(0)
     assert [found.cause for found in interruptions(out)] == ["error: no such data source"]
+
+
+def test_a_command_that_no_launcher_started_refuses_several_nodes(tmp_path: Path) -> None:
+    """It would start the ranks of all nodes on this one, and the same command on the next node as well."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{model: {preset: tiny}, steps: 1, batch_size: 4, cluster: {device: cpu, nodes: 2}}")
+    with pytest.raises(RecipeError, match=r"the cluster has 2 nodes, .* torchrun or srun"):
+        train.command(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
