@@ -15,6 +15,7 @@ from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, Preempted, ResourceError
 from shardwise.jobs.training import finish
 from shardwise.launch.failure import rank_failure
+from shardwise.launch.ranks import dying_with_parent
 from shardwise.launch.verdict import signal_name
 from shardwise.trainer.faults.oom_record import read_record, written_at
 
@@ -41,7 +42,9 @@ def train_as_rank(
     def elsewhere(step: str, *, capture: bool) -> subprocess.CompletedProcess[str]:
         # In another process, because planning would show up in the measured memory.
         verb = [sys.executable, "-m", "shardwise.cli.planner", step, str(recipe), str(out), *overrides]
-        return subprocess.run(verb, check=False, text=True, stdout=subprocess.PIPE if capture else None)
+        # It dies with this rank: left behind, it would write into a folder that the next start has claimed.
+        stdout, dying = subprocess.PIPE if capture else None, dying_with_parent()
+        return subprocess.run(verb, check=False, text=True, stdout=stdout, preexec_fn=dying)
 
     attempts = Attempts(out)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,7 @@ def join(tmp_path: Path, reported: list[Path], monkeypatch: pytest.MonkeyPatch) 
         rank: int, planned: int, error: Exception | None = None, record: OomRecord | None = None
     ) -> int:
         def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+            assert options["preexec_fn"] or sys.platform != "linux", "it must not outlive the rank"
             return subprocess.CompletedProcess(words, planned, stdout="error: advice")
 
         def run_rank(verb: str, folder: Path, exact: bool, device: str, prepare: Callable[[], int]) -> None:
