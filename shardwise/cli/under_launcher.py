@@ -65,9 +65,7 @@ def train_as_rank(
         return exit_code
 
 
-def _train_as_rank(
-    out: Path, rank: int, exact_memory: bool, device: str, prepare: Callable[[], int]
-) -> int:
+def _train_as_rank(out: Path, rank: int, exact_memory: bool, device: str, prepare: Callable[[], int]) -> int:
     """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
     from shardwise.launch.alarm import leave_it_to_the_alarm
     from shardwise.launch.first_failure import tell, told

@@ -1,7 +1,8 @@
 """``attempts.jsonl``: every start of a run's ranks, when it trained, and how it ended.
 
-The launcher appends a line before it starts the ranks and when they have ended, and under torchrun and srun rank 0;
-rank 0 appends one when training begins. A launcher that is killed writes no end, so the start after it says when ``metrics.jsonl`` was last written.
+The launcher, and under torchrun and srun rank 0, appends a line before the ranks begin and when they have ended; rank 0
+appends one when training begins. A launcher that is killed writes no end, so the start after it says when
+``metrics.jsonl`` was last written.
 Only the page reads the file, so a line that cannot be written or read is left out.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import traceback
 
@@ -10,6 +11,9 @@ from shardwise.core.errors import RankError
 from shardwise.launch.placement import LAUNCHER
 from shardwise.launch.ranks import BROKEN_CONNECTION
 from shardwise.launch.user_code import Frame, innermost_of_user
+
+_GLOO = re.compile(r"^\[\S*/(gloo/\S+)\] (.*?)\. .*")
+"""A lost connection, as gloo says it: file and line of its source, what happened and the peer's address, and advice."""
 
 
 def has_log() -> bool:
@@ -25,6 +29,7 @@ def rank_failure(error: BaseException, rank: int) -> RankError:
     ]
     users = innermost_of_user(reversed(calls))
     first = next((line for line in str(error).splitlines() if line.strip()), "")
+    first = _GLOO.sub(r"\2 (\1)", first)
     why = f"{type(error).__name__}: {first}" if first else type(error).__name__
     what, fix = f"rank {rank} failed", f"the trace is in rank-{rank}.log"
     if not has_log():

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardwise import worker
@@ -25,6 +26,7 @@ from shardwise.cli.planner import FINISHED
 from shardwise.core.attempts import ATTEMPTS, Attempts, interruptions
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.launch import first_failure
+from shardwise.launch.process import World
 from shardwise.plugins.serve import samples
 from shardwise.report import run as reports
 from shardwise.technique import strategy_from
@@ -168,22 +170,25 @@ def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(
     on_node1: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one with the job of an earlier run, which node 1 would train. Nothing is planned or written."""
-    out, prepared = tmp_path / "run", list[int]()
+    out = tmp_path / "run"
     second = on_node1 or f"process {os.getpid()} on {socket.gethostname()}"
+
+    def never() -> int:
+        raise AssertionError("planned")
 
     def gather(seen: list[tuple[str, str]], own: tuple[str, str]) -> None:
         seen[1] = ("node1", second)
 
-    monkeypatch.setattr(worker.dist, "all_gather_object", gather)
-    monkeypatch.setattr(worker.dist, "broadcast_object_list", lambda codes: None)
-    world = worker.World(0, 2, 0, torch.device("cpu"))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda codes: None)
+    world = World(0, 2, 0, torch.device("cpu"))
     with claim(out):
         if on_node1 is None:
             assert worker._prepared_on_rank_0(lambda: 0, out, world) == 0
             return
         with pytest.raises(RecipeError, match=f"node1 does not see what {socket.gethostname()} wrote there"):
-            worker._prepared_on_rank_0(lambda: prepared.append(0) or 0, out, world)
-    assert not prepared and not out.exists()
+            worker._prepared_on_rank_0(never, out, world)
+    assert not out.exists()
 
 
 def test_a_rank_that_fails_alone_ends_all_with_its_code(

@@ -46,7 +46,9 @@ def judged(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Nothing is planned, and no process is started: the ranks leave this verdict, or end with this code."""
 
     def judge(verdict: Verdict | int) -> None:
-        def run_ranks(processes: int, arguments: list[str], *rest: object, **options: object) -> tuple[int, str]:
+        def run_ranks(
+            processes: int, arguments: list[str], *rest: object, **options: object
+        ) -> tuple[int, str]:
             if isinstance(verdict, int):
                 return verdict, ""
             (Path(arguments[1]) / "verify.json").write_text(text_of(verdict), encoding="utf-8")
