@@ -16,8 +16,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from shardwise import __version__
 from shardwise.checkpoint.run_folder import holder, job_unless_refused, read_job
 from shardwise.core import heartbeat
 from shardwise.core.errors import RankError, RecipeError, ShardwiseError
@@ -57,7 +59,7 @@ def run_rank(
 
     Raises:
         PlanFailed: ``prepare`` returned another code than 0; raised on all ranks.
-        RecipeError: the nodes do not share the folder; raised on all ranks.
+        RecipeError: the nodes have different versions or do not share the folder; raised on all ranks.
     """
     if verb == "reference":
         _run_references(folder)
@@ -99,22 +101,27 @@ def _run_verb(verb: str, folder: Path, world: World, exact_memory: bool) -> None
 
 def _prepared_on_rank_0(prepare: Prepare, folder: Path, world: World) -> int:
     """The exit code of rank 0's ``prepare``, on all ranks."""
-    _require_shared(folder, world)
+    _require_alike(folder, world)
     codes = [prepare()]
     dist.broadcast_object_list(codes)
     return codes[0]
 
 
-def _require_shared(folder: Path, world: World) -> None:
-    """Raise RecipeError unless every rank sees the folder that rank 0 has claimed. Collective.
+def _require_alike(folder: Path, world: World) -> None:
+    """Raise RecipeError unless all ranks have rank 0's versions and see the folder that it has claimed. Collective.
 
     A node may have a folder of its own at the same path, even with the job of an earlier run.
     """
-    seen = [(socket.gethostname(), holder(folder))] * world.world_size
+    versions = (
+        f"shardwise {__version__}, torch {torch.__version__.partition('+')[0]}"  # without the build: +cu128
+    )
+    seen = [(socket.gethostname(), holder(folder), versions)] * world.world_size
     dist.all_gather_object(seen, seen[0])
-    first, claimed = seen[0]
-    other = next((host for host, claim in seen if claim != claimed), None)
-    if other is not None:
+    first, claimed, expected = seen[0]
+    if differs := next(((host, found) for host, _, found in seen if found != expected), None):
+        why = f"{expected} on {first}, {differs[1]} on {differs[0]}"
+        raise RecipeError("the nodes have different versions", why=why, fix="install the same on all")
+    if other := next((host for host, claim, _ in seen if claim != claimed), None):
         raise RecipeError(
             "the nodes do not share the run's folder",
             where=str(folder),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -165,30 +164,42 @@ def test_other_ranks_look_at_the_folder_after_the_rendezvous(
     assert joined.train_as_rank(Path("recipe.yaml"), [], tmp_path / "run", False, 1, "cpu") == 5
 
 
-@pytest.mark.parametrize("on_node1", [None, "process 7 on node9"])
-def test_a_folder_that_nodes_do_not_share_is_refused_on_all_ranks(
-    on_node1: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("holder", "versions", "why"),
+    [
+        (None, None, None),
+        ("", None, "node1 does not see what HOST wrote there"),
+        ("process 7 on node9", None, "node1 does not see what HOST wrote there"),  # of an earlier run
+        (None, "shardwise 9, torch 9", "torch .* on HOST, shardwise 9, torch 9 on node1"),
+    ],
+)
+def test_nodes_that_differ_are_refused_on_all_ranks(
+    holder: str | None,
+    versions: str | None,
+    why: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also one with the job of an earlier run, which node 1 would train. Nothing is planned or written."""
-    out = tmp_path / "run"
-    second = on_node1 or f"process {os.getpid()} on {socket.gethostname()}"
+    """A folder of its own, perhaps with the job of an earlier run, or other versions. Nothing is planned or written."""
+    out, prepared = tmp_path / "run", SimpleNamespace(times=0)
 
-    def never() -> int:
-        raise AssertionError("planned")
+    def prepare() -> int:
+        prepared.times += 1
+        return 0
 
-    def gather(seen: list[tuple[str, str]], own: tuple[str, str]) -> None:
-        seen[1] = ("node1", second)
+    def gather(seen: list[tuple[str, str, str]], own: tuple[str, str, str]) -> None:
+        seen[1] = ("node1", own[1] if holder is None else holder, versions or own[2])
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda codes: None)
     world = World(0, 2, 0, torch.device("cpu"))
     with claim(out):
-        if on_node1 is None:
-            assert worker._prepared_on_rank_0(lambda: 0, out, world) == 0
+        if why is None:
+            assert worker._prepared_on_rank_0(prepare, out, world) == 0
             return
-        with pytest.raises(RecipeError, match=f"node1 does not see what {socket.gethostname()} wrote there"):
-            worker._prepared_on_rank_0(never, out, world)
-    assert not out.exists()
+        with pytest.raises(RecipeError, match=why.replace("HOST", socket.gethostname())):
+            worker._prepared_on_rank_0(prepare, out, world)
+    assert prepared.times == 0 and not out.exists()
 
 
 def test_a_rank_that_fails_alone_ends_all_with_its_code(
