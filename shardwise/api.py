@@ -282,7 +282,7 @@ def _trained(
     with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster) if plan else measured_cluster(given.recipe)
-        with preloaded_run(cluster.world_size, cluster.nodes):
+        with preloaded_run(cluster.world_size):
             training.train_in_folder(
                 given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory
             )

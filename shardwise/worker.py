@@ -10,16 +10,19 @@ import argparse
 import contextlib
 import faulthandler
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.run_folder import job_unless_refused, read_job
+from shardwise import __version__
+from shardwise.checkpoint.run_folder import holder, job_unless_refused, read_job
 from shardwise.core import heartbeat
-from shardwise.core.errors import RankError, ShardwiseError
+from shardwise.core.errors import RankError, RecipeError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.core.user_objects import GIVEN, resolve
@@ -51,11 +54,12 @@ def run_rank(
 
     Args:
         device: "cpu" or "cuda"; needed with ``prepare``.
-        prepare: called on rank 0 after the rendezvous; writes recipe and plan into the folder and returns an exit code.
-            None when the folder has them already.
+        prepare: called on every rank after the rendezvous, with rank 0's claim of the folder. Rank 0's writes recipe
+            and plan into the folder; its exit code counts. None when the folder has them already.
 
     Raises:
         PlanFailed: ``prepare`` returned another code than 0; raised on all ranks.
+        RecipeError: the nodes have different versions or do not share the folder; raised on all ranks.
     """
     if verb == "reference":
         _run_references(folder)
@@ -66,7 +70,7 @@ def run_rank(
     if prepare is None:
         device = kind_named(read_job(folder)[1].device).torch_type
     with join(device) as world:
-        code = 0 if prepare is None else _prepared_on_rank_0(prepare, world)
+        code = 0 if prepare is None else _prepared_on_rank_0(prepare, folder, world)
         if code == 0:
             _run_verb(verb, folder, world, exact_memory)
     if code != 0:
@@ -95,11 +99,35 @@ def _run_verb(verb: str, folder: Path, world: World, exact_memory: bool) -> None
         run_verification(recipe, plan.strategy, folder, world.device)
 
 
-def _prepared_on_rank_0(prepare: Prepare, world: World) -> int:
-    """The exit code of ``prepare``, on all ranks."""
-    codes = [prepare() if world.rank == 0 else 0]
+def _prepared_on_rank_0(prepare: Prepare, folder: Path, world: World) -> int:
+    """The exit code of rank 0's ``prepare``, on all ranks."""
+    _require_alike(folder, world)
+    codes = [prepare()]
     dist.broadcast_object_list(codes)
     return codes[0]
+
+
+def _require_alike(folder: Path, world: World) -> None:
+    """Raise RecipeError unless all ranks have rank 0's versions and see the folder that it has claimed. Collective.
+
+    A node may have a folder of its own at the same path, even with the job of an earlier run.
+    """
+    versions = (
+        f"shardwise {__version__}, torch {torch.__version__.partition('+')[0]}"  # without the build: +cu128
+    )
+    seen = [(socket.gethostname(), holder(folder), versions)] * world.world_size
+    dist.all_gather_object(seen, seen[0])
+    first, claimed, expected = seen[0]
+    if differs := next(((host, found) for host, _, found in seen if found != expected), None):
+        why = f"{expected} on {first}, {differs[1]} on {differs[0]}"
+        raise RecipeError("the nodes have different versions", why=why, fix="install the same on all")
+    if other := next((host for host, claim, _ in seen if claim != claimed), None):
+        raise RecipeError(
+            "the nodes do not share the run's folder",
+            where=str(folder),
+            why=f"{other} does not see what {first} wrote there",
+            fix="give an --out on a disk that all nodes share",
+        )
 
 
 def _require(world: World, plan: Plan) -> None:

@@ -55,7 +55,7 @@ def _no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("worker processes were started")
 
     monkeypatch.setattr(api, "run_ranks", never)
-    monkeypatch.setattr(launching, "launch", never)
+    monkeypatch.setattr(launching, "run_ranks", never)
 
 
 def by_api(verb: str, recipe_file: Path, plan: Plan, out: Path) -> ShardwiseError:

@@ -56,19 +56,27 @@ def claim(folder: Path) -> Iterator[None]:
         raise RecipeError(
             "another process trains in this folder",
             where=str(folder),
-            why=(folder / HOLDER).read_text(encoding="utf-8").strip(),
+            why=holder(folder),
             fix="wait for it or give another --out",
         ) from error
     try:
         with _writing(folder):
-            holder = f"process {os.getpid()} on {socket.gethostname()}\n"
-            (folder / HOLDER).write_text(holder, encoding="utf-8")
+            process = f"process {os.getpid()} on {socket.gethostname()}\n"
+            (folder / HOLDER).write_text(process, encoding="utf-8")
         yield
     finally:
         (folder / HOLDER).unlink(missing_ok=True)
         if os.listdir(folder) == [LOCK]:
             _remove(folder, new_folders)
         lock.release()
+
+
+def holder(folder: Path) -> str:
+    """The process that trains in the folder, and its host; "" if it cannot be read."""
+    try:
+        return (folder / HOLDER).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _remove(folder: Path, new_folders: Sequence[Path]) -> None:

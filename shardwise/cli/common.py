@@ -55,11 +55,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 def run_workers(processes: int, arguments: Sequence[str], logs: Path, *, saves: bool = True) -> None:
-    """Run workers to their end; rank 0 writes to this process's output. Raises typer.Exit when they fail."""
-    from shardwise.launch.launcher import launch
+    """Run workers to their end; rank 0 writes to this process's output, and a failure is one line on standard error.
 
-    if code := launch(processes, arguments, logs, _terminal(), saves=saves):
-        raise typer.Exit(code)
+    Raises typer.Exit when they fail, with that line as its text.
+    """
+    from shardwise.launch.launcher import run_ranks
+
+    code, line = run_ranks(processes, arguments, logs, _terminal(), aloud=True, saves=saves)
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if code:
+        end = typer.Exit(code)
+        end.args = (line or "stopped on request",)
+        raise end
 
 
 def _terminal() -> dict[str, str]:

@@ -47,4 +47,7 @@ PLANNING_STEPS: Mapping[str, Callable[[Recipe, Cluster, Path], int]] = {
 
 if __name__ == "__main__":
     keep_writing()
-    sys.exit(main(*sys.argv[1:]))
+    step, recipe_file, folder, *overrides = sys.argv[1:]
+    # The command that started the ranks, for starts.jsonl.
+    sys.argv = ["shardwise", "train", recipe_file, *overrides, "--out", folder]
+    sys.exit(main(step, recipe_file, folder, *overrides))

@@ -14,7 +14,7 @@ import typer
 from shardwise.cli.common import Overrides, RecipeArgument, next_lines, path_option, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-from shardwise.jobs.request import measured_cluster, read_request, refuse_plan_only
+from shardwise.jobs.request import measured_cluster, read_request, refuse_plan_only, require_one_node
 from shardwise.launch.placement import launched_by, require_processes
 
 
@@ -40,8 +40,9 @@ def command(
         from shardwise.jobs.training import train_in_folder
         from shardwise.launch.launcher import preloaded_run
 
+        require_one_node(cluster)
         cluster = measured_cluster(wanted)  # before the workers start, which would slow it down
-        with preloaded_run(cluster.world_size, cluster.nodes), working() as progress:
+        with preloaded_run(cluster.world_size), working() as progress:
             say = progress.stopping(typer.echo)
             if train_in_folder(
                 wanted, cluster, out, run_workers, exact_memory=exact_memory, say=say, progress=progress

@@ -11,9 +11,11 @@ from pathlib import Path
 from shardwise.checkpoint.run_folder import claim, lacks_page
 from shardwise.cli.planner import FINISHED
 from shardwise.core import heartbeat
+from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, Preempted, ResourceError
 from shardwise.jobs.training import finish
 from shardwise.launch.failure import rank_failure
+from shardwise.launch.ranks import dying_with_parent
 from shardwise.launch.verdict import signal_name
 from shardwise.trainer.faults.oom_record import read_record, written_at
 
@@ -32,26 +34,29 @@ def train_as_rank(
         This rank's exit code. After an OOM it is 75 on all ranks if the same command goes on with a smaller
         micro-batch; then torchrun or srun may start it again.
     """
-    from shardwise.worker import run_rank
-
     # While it waits for its peers in C++, no handler of Python's runs. The ranks handle the signal once they train.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if rank != 0:
-        return _exit_code(
-            _train_as_rank(out, rank, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out
-        )
+        return _exit_code(_train_as_rank(out, rank, exact_memory, device, lambda: 0), out)
 
     def elsewhere(step: str, *, capture: bool) -> subprocess.CompletedProcess[str]:
         # In another process, because planning would show up in the measured memory.
         verb = [sys.executable, "-m", "shardwise.cli.planner", step, str(recipe), str(out), *overrides]
-        return subprocess.run(verb, check=False, text=True, stdout=subprocess.PIPE if capture else None)
+        # It dies with this rank: left behind, it would write into a folder that the next start has claimed.
+        stdout, dying = subprocess.PIPE if capture else None, dying_with_parent()
+        return subprocess.run(verb, check=False, text=True, stdout=stdout, preexec_fn=dying)
+
+    attempts = Attempts(out)
 
     def plan_elsewhere() -> int:
         code = elsewhere("prepare", capture=False).returncode
+        if code == 0:
+            attempts.began()
         return code if code >= 0 else _report_killed(-code)
 
     with claim(out):
-        code = _train_as_rank(out, rank, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
+        code = _train_as_rank(out, rank, exact_memory, device, plan_elsewhere)
+        attempts.ended("" if code == 0 else heartbeat.own.read().line or "another rank ran out of memory")
         if code == 0 or (code == FINISHED and lacks_page(out)):
             finish(out)
         exit_code = _exit_code(code, out)
@@ -60,21 +65,36 @@ def train_as_rank(
         return exit_code
 
 
-def _train_as_rank(out: Path, rank: int, train: Callable[[], None]) -> int:
+def _train_as_rank(out: Path, rank: int, exact_memory: bool, device: str, prepare: Callable[[], int]) -> int:
     """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
     from shardwise.launch.alarm import leave_it_to_the_alarm
-    from shardwise.worker import attempt, report
+    from shardwise.launch.first_failure import tell, told
+    from shardwise.worker import attempt, report, run_rank
 
-    before = written_at(out)
+    before: int | None = None
+
+    def prepared() -> int:
+        # Not earlier: NFS caches for half a minute that a folder is absent, and rank 0 may not have made it yet.
+        nonlocal before
+        before = written_at(out)
+        return prepare()
+
     try:
-        return attempt(train)
+        code = attempt(lambda: run_rank("train", out, exact_memory, device, prepared))
     except Exception as error:
         leave_it_to_the_alarm()
-        if written_at(out) != before:
+        if before is not None and written_at(out) != before:
             return OutOfMemory.exit_code
-        return report(rank_failure(error, rank))
+        if (failure := told()) is not None:
+            code, line = failure
+            heartbeat.own.tell(line)
+            print(line, file=sys.stderr, flush=True)
+            return code
+        code = report(rank_failure(error, rank))
     finally:
         heartbeat.own.watch(0.0)
+    tell(rank, code, heartbeat.own.read().line)
+    return code
 
 
 def _exit_code(code: int, out: Path) -> int:

@@ -1,7 +1,8 @@
 """``attempts.jsonl``: every start of a run's ranks, when it trained, and how it ended.
 
-The launcher appends a line before it starts the ranks and when they have ended; rank 0 appends one when training
-begins. A launcher that is killed writes no end, so the start after it says when ``metrics.jsonl`` was last written.
+The launcher, and under torchrun and srun rank 0, appends a line before the ranks begin and when they have ended; rank 0
+appends one when training begins. A launcher that is killed writes no end, so the start after it says when
+``metrics.jsonl`` was last written.
 Only the page reads the file, so a line that cannot be written or read is left out.
 """
 
@@ -47,6 +48,7 @@ class Attempts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._runs = False
 
     def began(self) -> None:
         """The launcher starts the ranks. Starts a new file for a folder without metrics."""
@@ -54,6 +56,7 @@ class Attempts:
         if not metrics.exists():
             (self._folder / ATTEMPTS).unlink(missing_ok=True)
         last = metrics.stat().st_mtime if metrics.exists() else None
+        self._runs = True
         self._append("began", reached=_last_step(metrics), last=last)
 
     def training(self, step: int) -> None:
@@ -61,8 +64,10 @@ class Attempts:
         self._append("training", step=step)
 
     def ended(self, error: str) -> None:
-        """The ranks have ended; "" for a run that reached its end."""
-        self._append("ended", error=error)
+        """The ranks have ended, if they began; "" for a run that reached its end."""
+        if self._runs:
+            self._append("ended", error=error)
+        self._runs = False
 
     def _append(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": time.time(), **values}) + "\n"

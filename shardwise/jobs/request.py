@@ -76,6 +76,17 @@ def refuse_plan_only(cluster: Cluster) -> None:
         )
 
 
+def require_one_node(cluster: Cluster) -> None:
+    """Raise RecipeError where one command would start the ranks of several machines on this one."""
+    if cluster.nodes > 1:
+        raise RecipeError(
+            f"the cluster has {cluster.nodes:,} nodes, and this command runs on one",
+            where="cluster.nodes",
+            why="torchrun or srun starts the ranks of several",
+            fix="write a job with `shardwise launch`, or set cluster.nodes=1",
+        )
+
+
 def require_folders(recipe: Recipe) -> None:
     """Raise RecipeError where a folder that the strategy names is not on this machine. A plan needs no folder."""
     for setting in SETTINGS:

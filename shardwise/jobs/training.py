@@ -21,7 +21,7 @@ from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import plan_after_oom, plan_remembering, planned_snapshot, refuse_unfit
-from shardwise.jobs.request import RunWorkers, refuse_plan_only, require_folders
+from shardwise.jobs.request import RunWorkers, refuse_plan_only, require_folders, require_one_node
 from shardwise.recipe.lr_scaling import scaling_sentences
 from shardwise.recipe.sections import Recipe
 
@@ -52,6 +52,7 @@ def train_in_folder(
         ShardwiseError: the data, the plan or the folder was refused, or what ``run_workers`` raises.
     """
     refuse_plan_only(cluster)
+    require_one_node(cluster)
     with claim(folder):
         planned = prepare_training(recipe, cluster, folder, plan, say, progress)
         if planned is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -86,13 +88,17 @@ class Alarm(threading.Thread):
         """Tell the others how far this rank is, and where it stands once they ask."""
         beat = heartbeat.own.read()
         frames = None if stack is None else [[frame.file, frame.line, frame.function] for frame in stack]
-        said = {"step": beat.step, "marks": beat.marks, "stack": frames}
+        said = {"host": socket.gethostname(), "step": beat.step, "marks": beat.marks, "stack": frames}
         self._store.set(f"rank-{self._rank}", json.dumps(said))
+
+    def _said(self, rank: int) -> dict[str, Any]:
+        """What a rank has published; nothing before its first word."""
+        name = f"rank-{rank}"
+        return json.loads(self._store.get(name)) if self._store.check([name]) else {}
 
     def _all(self) -> list[Evidence]:
         """What the ranks have published; a rank without a stack counts as stopped."""
-        names = [f"rank-{rank}" for rank in range(self._world_size)]
-        said = [json.loads(self._store.get(name)) if self._store.check([name]) else {} for name in names]
+        said = [self._said(rank) for rank in range(self._world_size)]
         return [
             Evidence(
                 rank,
@@ -125,9 +131,9 @@ class Alarm(threading.Thread):
         words = "it does not answer: it is stopped, or its GIL is held" if worst.stopped else worst.words()
         why = f"no progress for {max(quiet_seconds, self._limit):.0f} s, {words}"
         fix = "the stacks are on standard error; the same command resumes"
-        return RankError(
-            what, where=f"of {self._world_size}, judged by rank {self._rank}", why=why, fix=fix
-        ).line()
+        host = self._said(worst.rank).get("host", "an unknown host")
+        where = f"of {self._world_size}, on {host}, judged by rank {self._rank}"
+        return RankError(what, where=where, why=why, fix=fix).line()
 
 
 def _dump() -> str:

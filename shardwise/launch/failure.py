@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import traceback
 
 from shardwise.core.errors import RankError
 from shardwise.launch.placement import LAUNCHER
+from shardwise.launch.ranks import BROKEN_CONNECTION
 from shardwise.launch.user_code import Frame, innermost_of_user
+
+_GLOO = re.compile(r"^\[\S*/(gloo/\S+)\] (.*?)\. .*")
+"""A lost connection, as gloo says it: file and line of its source, what happened and the peer's address, and advice."""
 
 
 def has_log() -> bool:
@@ -23,9 +29,12 @@ def rank_failure(error: BaseException, rank: int) -> RankError:
     ]
     users = innermost_of_user(reversed(calls))
     first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return RankError(
-        f"rank {rank} failed",
-        where=f"your model, {users}" if users else str(calls[-1]) if calls else "",
-        why=f"{type(error).__name__}: {first}" if first else type(error).__name__,
-        fix=f"the trace is {f'in rank-{rank}.log' if has_log() else 'above'}",
-    )
+    first = _GLOO.sub(r"\2 (\1)", first)
+    why = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    what, fix = f"rank {rank} failed", f"the trace is in rank-{rank}.log"
+    if not has_log():
+        what, fix = f"rank {rank} on {socket.gethostname()} failed", "the trace is above"
+        if BROKEN_CONNECTION.search(why):
+            fix = "another rank was lost first, see its output; the same command resumes"
+    where = f"your model, {users}" if users else str(calls[-1]) if calls else ""
+    return RankError(what, where=where, why=why, fix=fix)

@@ -39,34 +39,6 @@ _JOIN_SECONDS = 2.0
 """A process in an uninterruptible system call does not end even after SIGKILL."""
 
 
-def launch(
-    world_size: int,
-    arguments: Sequence[str],
-    log_folder: Path,
-    environment: Mapping[str, str] | None = None,
-    *,
-    saves: bool = True,
-) -> int:
-    """Run ``python -m shardwise.worker ARGUMENTS`` on ranks 0 to ``world_size`` - 1.
-
-    Rank 0's standard output is passed through. All output of rank R is appended to ``log_folder``/rank-R.log. Stop
-    signals (``stops.py``) are passed on to all ranks. ``environment`` overrides the variables of this process. A
-    failure is one line on standard error, which advises to resume if the ranks save checkpoints (``saves``).
-
-    Returns:
-        0; 75 after the ranks saved and stopped; the code of the culprit's error line, or 5 without one and after a
-        hang; 128 + N if signal N stopped the ranks before they saved.
-
-    Raises:
-        ResourceError: the ranks cannot be started.
-        OutOfMemory: a rank ran out of memory.
-    """
-    code, line = run_ranks(world_size, arguments, log_folder, environment, aloud=True, saves=saves)
-    if line:
-        print(line, file=sys.stderr, flush=True)
-    return code
-
-
 def run_ranks(
     world_size: int,
     arguments: Sequence[str],
@@ -76,9 +48,20 @@ def run_ranks(
     aloud: bool = False,
     saves: bool = True,
 ) -> tuple[int, str]:
-    """Like ``launch``, but returns the exit code and the error line ("" without one) instead of printing the line.
+    """Run ``python -m shardwise.worker ARGUMENTS`` on ranks 0 to ``world_size`` - 1.
 
-    Rank 0's output is passed through only if ``aloud``; its log always has it.
+    All output of rank R is appended to ``log_folder``/rank-R.log. Rank 0's standard output is passed through if
+    ``aloud``. Stop signals (``stops.py``) are passed on to all ranks. ``environment`` overrides the variables of this
+    process. The line of a failure advises to resume if the ranks save checkpoints (``saves``).
+
+    Returns:
+        The exit code, and the error line ("" without one). The code is 0; 75 after the ranks saved and stopped; the
+        code of the culprit's error line, or 5 without one and after a hang; 128 + N if signal N stopped the ranks
+        before they saved.
+
+    Raises:
+        ResourceError: the ranks cannot be started.
+        OutOfMemory: a rank ran out of memory.
     """
     starting = _started_ranks(world_size, arguments, log_folder, environment or {}, aloud)
     with starting as ranks, forwarding(ranks) as stops:
@@ -112,13 +95,9 @@ spawner: Callable[[Command], Process] = start_process
 
 
 @contextlib.contextmanager
-def preloaded_run(world_size: int, nodes: int = 1) -> Iterator[None]:
-    """Let the workers of a run on this machine import torch during the block, in which it is planned and launched.
-
-    Args:
-        nodes: on several nodes another launcher starts the workers, and none is started here.
-    """
-    if nodes > 1 or spawner is not start_process:
+def preloaded_run(world_size: int) -> Iterator[None]:
+    """Let the workers of a run on this machine import torch during the block, in which it is planned and launched."""
+    if spawner is not start_process:
         yield
         return
     with preload.preloaded_workers(world_size, _process_environment(world_size)):

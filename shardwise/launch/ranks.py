@@ -20,7 +20,7 @@ from shardwise.core.errors import OutOfMemory, Preempted
 from shardwise.core.heartbeat import RUNNING, Heartbeat
 
 _CLEAN = {0, Preempted.exit_code}
-_BROKEN_CONNECTION = re.compile(
+BROKEN_CONNECTION = re.compile(
     r"gloo/|Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error"
     r"|ncclRemoteError|ncclSystemError|Watchdog caught"
 )
@@ -129,7 +129,7 @@ class Rank:
     def is_victim(self) -> bool:
         """Whether it ended because another rank ended or hung."""
         may_be = self.code == -signal.SIGABRT or ((self.code or 0) > 0 and self.code != OutOfMemory.exit_code)
-        return may_be and self._says(_BROKEN_CONNECTION)
+        return may_be and self._says(BROKEN_CONNECTION)
 
     @property
     def timed_out(self) -> bool:

@@ -351,9 +351,14 @@ def group_named(name: str) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", cast(Any, torch._C._distributed_c10d)._resolve_process_group(name))
 
 
+def default_store() -> Store:
+    """The store that the ranks met in. Raises ValueError before they met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def copy_of_store() -> Store:
-    """The store that the ranks met in, over a connection of its own. The annotations lack ``clone``."""
-    return cast("Store", cast(Any, dist.distributed_c10d._get_default_store()).clone())
+    """That store, over a connection of its own. The annotations lack ``clone``."""
+    return cast("Store", cast(Any, default_store()).clone())
 
 
 def set_timeouts(timeout: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,9 +79,10 @@ def require_one_data(data: Data) -> None:
     Each rank computes the order of samples from its own data, so samples would repeat or be left out. Of a factory's
     dataset the lengths are compared, because its items may be random.
     """
-    every: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
-    dist.all_gather_object(every, (data.train_sequences, data.fingerprint if data.tokenizer else ""))
-    other = next((rank for rank, own in enumerate(every) if own != every[0]), None)
+    every: list[tuple[int, str, str]] = [(0, "", "")] * dist.get_world_size()
+    fingerprint = data.fingerprint if data.tokenizer else ""
+    dist.all_gather_object(every, (data.train_sequences, fingerprint, socket.gethostname()))
+    other = next((rank for rank, own in enumerate(every) if own[:2] != every[0][:2]), None)
     if other is None:
         return
     counts = every[0][0], every[other][0]
@@ -91,7 +93,8 @@ def require_one_data(data: Data) -> None:
         else f"rank 0 has {counts[0]:,} training samples, this one {counts[1]:,}"
     )
     fix = "give every node the same files and tokenizer, or a folder that all share"
-    raise DataError("the ranks read different data", where=f"rank {other}", why=why, fix=fix)
+    where = f"rank {other} on {every[other][2]}"
+    raise DataError("the ranks read different data", where=where, why=why, fix=fix)
 
 
 def require_vocabulary(blueprint: Blueprint, data: Data, fix: str = "") -> None:

@@ -101,7 +101,7 @@ def test_nothing_to_do_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launching, "launch", never)
+    monkeypatch.setattr(launching, "run_ranks", never)
     before = contents(folder / "run")
     for steps in (2, 1):
         assert run(words(f"steps={steps}")) == 0
@@ -132,7 +132,7 @@ def test_settings_that_a_finished_run_would_ignore_are_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launching, "launch", never)
+    monkeypatch.setattr(launching, "run_ranks", never)
     told = refusal(words(*overrides), 2, folder / "run", capsys)
     assert "finished, with other settings" in told and says in told
 
@@ -146,7 +146,7 @@ def test_other_weights_to_start_from_are_refused_where_they_would_be_ignored(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The folder has checkpoints of its own."""
-    monkeypatch.setattr(launching, "launch", never)
+    monkeypatch.setattr(launching, "run_ranks", never)
     given = words("steps=4", f"{key}={folder / 'run' / 'checkpoints'}")
     assert run(given) == (2 if key.startswith("checkpoint") else 4)  # without an adapter it is another run
     told = capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_other_weights_to_start_from_are_refused_where_they_would_be_ignored(
 def test_a_run_that_ended_before_its_report_gets_one(
     folder: Path, tmp_path: Path, words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "launch", never)
+    monkeypatch.setattr(launching, "run_ranks", never)
     shutil.copytree(folder / "run", tmp_path / "run")
     (tmp_path / "run" / "report.html").unlink()
     assert run(words(out=tmp_path / "run")) == 0
@@ -181,7 +181,7 @@ def test_what_is_refused_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launching, "launch", never)
+    monkeypatch.setattr(launching, "run_ranks", never)
     told = refusal(words("steps=4", override), code, folder / "run", capsys)
     assert says in told
 
@@ -197,12 +197,12 @@ def test_while_more_steps_are_trained_there_is_no_report_of_the_first(
     shutil.copytree(folder / "run", tmp_path / "run")
     assert read_run(tmp_path / "run").outcome is not None
 
-    def launch(*arguments: Any, **options: Any) -> int:
+    def run_ranks(*arguments: Any, **options: Any) -> tuple[int, str]:
         assert read_run(tmp_path / "run").outcome is not None, "who is refused by the ranks keeps it"
         forget_report(tmp_path / "run")
-        return 75
+        return 75, ""
 
-    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(launching, "run_ranks", run_ranks)
     assert run(words("steps=4", out=tmp_path / "run")) == 75
     found = read_run(tmp_path / "run")
     assert found.outcome is None and len(found.steps) == 2 and "steps: 4" in found.recipe
@@ -222,11 +222,11 @@ def test_a_damaged_end_is_trained_again(
     weights.write_bytes(weights.read_bytes()[:-1])
     started = []
 
-    def launch(processes: int, arguments: list[str], *others: Any, **named: Any) -> int:
+    def run_ranks(processes: int, arguments: list[str], *others: Any, **named: Any) -> tuple[int, str]:
         started.append((processes, arguments))
-        return 75
+        return 75, ""
 
-    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(launching, "run_ranks", run_ranks)
     assert run(words(out=tmp_path / "run")) == 75
     assert started == [(1, ["train", "--", str(tmp_path / "run")])]
     assert json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))["fits"]
@@ -244,3 +244,18 @@ def test_what_the_workers_refuse_leaves_the_recipe_and_the_plan(
     after = contents(tmp_path / "run")
     assert after.keys() == before.keys()
     assert [name for name in ("recipe.yaml", "plan.json") if after[name] != before[name]] == []
+
+
+def test_a_run_that_was_interrupted_says_why(
+    folder: Path,
+    tmp_path: Path,
+    words: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(folder / "run", tmp_path / "run")
+    monkeypatch.setattr(launching, "run_ranks", lambda *arguments, **options: (5, "error: rank 1 was lost"))
+    assert run(words("steps=4", out=tmp_path / "run")) == 5
+    assert capsys.readouterr().err == "error: rank 1 was lost\n"
+    last = (tmp_path / "run" / "attempts.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    assert json.loads(last)["error"] == "error: rank 1 was lost"

@@ -35,7 +35,7 @@ def test_ranks_of_torchrun_name_it_themselves(shell: Shell, tmp_path: Path, kind
             ranks[0].wait(10)
         lines = [line for rank in ranks for line in rank.stderr.splitlines() if line.startswith("error: ")]
     (line,) = lines
-    assert line.startswith("error: rank 0 hung" + " in step 4" * (kind == "lock") + " (of 2, judged by rank ")
+    assert line.startswith("error: rank 0 hung" + " in step 4" * (kind == "lock") + " (of 2, on ")
     assert f"): no progress for 3 s, {says}" in line
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.core.attempts import interruptions
+from shardwise.core.identity import starts
 from tests.harness.commands import Done, Shell
 
 STEPS = 4
@@ -108,6 +110,10 @@ def test_ranks_of_torchrun_exit_and_the_same_command_goes_on(shell: Shell, folde
     second = shell.run_ranks(2, *words, folder=folder, environment={"FITS": "4"})
     assert [done.returncode for done in second] == [0, 0], second[0].stderr + second[1].stderr
     assert REASON in second[0].stdout
+    commands = [start.command for start in starts(folder / "run")]
+    assert commands == ["shardwise train recipe.yaml --out run"] * 2, "not that of the process that plans"
+    [outage] = interruptions(folder / "run")
+    assert "out of memory" in outage.cause
     assert_halved(shell, folder)
 
 

@@ -46,14 +46,16 @@ def judged(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Nothing is planned, and no process is started: the ranks leave this verdict, or end with this code."""
 
     def judge(verdict: Verdict | int) -> None:
-        def launch(processes: int, arguments: list[str], *rest: object, **options: object) -> int:
+        def run_ranks(
+            processes: int, arguments: list[str], *rest: object, **options: object
+        ) -> tuple[int, str]:
             if isinstance(verdict, int):
-                return verdict
+                return verdict, ""
             (Path(arguments[1]) / "verify.json").write_text(text_of(verdict), encoding="utf-8")
-            return 0
+            return 0, ""
 
         monkeypatch.setattr(verifying, "make_plan", lambda *arguments, **options: plan)
-        monkeypatch.setattr(launching, "launch", launch)
+        monkeypatch.setattr(launching, "run_ranks", run_ranks)
 
     return judge
 

@@ -212,7 +212,7 @@ def _run_in_forks(idle: list[_Fork]) -> None:
     """Let rank 0 of torchrun's ranks plan in a fork too."""
     from shardwise.cli import under_launcher
 
-    def run(words: list[str], check: bool, text: bool, stdout: int | None) -> Done:
+    def run(words: list[str], check: bool, text: bool, stdout: int | None, preexec_fn: object) -> Done:
         assert words[1] == "-m" and not check and text
         with tempfile.TemporaryFile() as file:
             output = file.fileno() if stdout else 1

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import io
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.core.errors import Preempted, ResourceError
 from shardwise.core.heartbeat import ENDED, RUNNING, Beat
 from shardwise.launch.failure import rank_failure
 from shardwise.launch.placement import LAUNCHER
+from shardwise.launch.ranks import BROKEN_CONNECTION
 
 
 def caught(folder: Path, code: str) -> Exception:
@@ -51,6 +53,18 @@ def test_an_error_of_shardwise_is_not_the_users() -> None:
     with pytest.raises(AttributeError) as raised:
         heartbeat.own.tell(None)  # type: ignore[arg-type]
     assert "your model" not in rank_failure(raised.value, 0).line()
+
+
+def test_a_lost_connection_names_the_address_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    text = "[/src/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.77.0.2]:50880."
+    error = RuntimeError(f"{text} This is typically caused by a remote worker crashing. Check the logs.")
+    line = rank_failure(error, 0).line()
+    assert line == (
+        f"error: rank 0 on {socket.gethostname()} failed: RuntimeError: Connection closed by peer [10.77.0.2]:50880"
+        " (gloo/transport/tcp/pair.cc:553); another rank was lost first, see its output; the same command resumes"
+    )
+    assert BROKEN_CONNECTION.search(line)
 
 
 def test_the_worker_of_a_folder_that_looks_like_an_option(monkeypatch: pytest.MonkeyPatch) -> None:

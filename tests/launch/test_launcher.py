@@ -22,7 +22,7 @@ from shardwise.cli.common import run_workers
 from shardwise.core.errors import OutOfMemory, ResourceError
 from shardwise.launch import launcher as launching
 from shardwise.launch import stops, waiting
-from shardwise.launch.launcher import launch, run_ranks
+from shardwise.launch.launcher import run_ranks
 
 WORKER = """
 import faulthandler, importlib.util, json, os, signal, sys, time
@@ -121,8 +121,10 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, *actions: str) -> int:
-    """Launch one rank per action."""
-    return launch(len(actions), [str(folder), *actions], folder / "logs")
+    """Launch one rank per action, as a command does."""
+    code, line = run_ranks(len(actions), [str(folder), *actions], folder / "logs", aloud=True)
+    print(line, file=sys.stderr, end="\n" if line else "")
+    return code
 
 
 def gone(folder: Path, ranks: int, seconds: float = 5.0) -> bool:
@@ -155,7 +157,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 def test_environment_output_and_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     environment = {"SHARDWISE_TEST": "given"}
-    assert launch(2, [str(tmp_path), "show", "show"], tmp_path / "deep" / "logs", environment) == 0
+    ended = run_ranks(2, [str(tmp_path), "show", "show"], tmp_path / "deep" / "logs", environment, aloud=True)
+    assert ended == (0, "")
     assert signal.getsignal(signal.SIGTERM) == before
     out, err = capfd.readouterr()
     assert (out, err) == ("rank 0 says héllo\n", "")
@@ -397,7 +400,7 @@ def start_launcher(folder: Path, *actions: str) -> subprocess.Popen[bytes]:
         from pathlib import Path
         from shardwise.launch import launcher as launch
         launch.WORKER = "acting_worker"
-        sys.exit(launch.launch({len(actions)}, {[str(folder), *actions]!r}, Path({str(folder)!r}) / "logs"))
+        sys.exit(launch.run_ranks({len(actions)}, {[str(folder), *actions]!r}, Path({str(folder)!r}) / "logs")[0])
     """
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

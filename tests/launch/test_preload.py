@@ -41,11 +41,6 @@ def test_workers_without_a_command_end_with_the_block() -> None:
     assert not started()
 
 
-def test_none_is_started_for_several_nodes() -> None:
-    with launcher.preloaded_run(2, nodes=2):
-        assert not started()
-
-
 def test_other_variables_need_another_process(tmp_path: Path) -> None:
     """Threads of OpenMP are counted when a process starts."""
     with preload.preloaded_workers(1, {"OMP_NUM_THREADS": "1"}):

@@ -99,7 +99,8 @@ def _extent(recipe: Recipe, job: ClusterJob) -> str:
     """How long the run is, and on how many ranks."""
     length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps} steps"
     nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
-    return f"{length} on {nodes} of {job.devices} ranks"
+    ranks = "1 rank" if job.devices == 1 else f"{job.devices} ranks"
+    return f"{length} on {nodes} of {ranks}"
 
 
 def _submit_or_name(commands: Sequence[Sequence[str]], path: Path, submit: bool) -> None:
