@@ -77,8 +77,11 @@ def refuse_plan_only(cluster: Cluster) -> None:
 
 
 def require_one_node(cluster: Cluster) -> None:
-    """Raise RecipeError where one command would start the ranks of several machines on this one."""
-    if cluster.nodes > 1:
+    """Raise RecipeError where one command would start the ranks of several machines on this one.
+
+    Processes on CPUs need no device of their own: there a recipe of several nodes may be rehearsed on one.
+    """
+    if cluster.nodes > 1 and not cluster.device.traits.is_host:
         raise RecipeError(
             f"the cluster has {cluster.nodes:,} nodes, and this command runs on one",
             where="cluster.nodes",

@@ -233,7 +233,7 @@ def test_the_page_gets_the_interruptions_of_a_run_under_torchrun(join: Joined, t
 def test_a_command_that_no_launcher_started_refuses_several_nodes(tmp_path: Path) -> None:
     """It would start the ranks of all nodes on this one, and the same command on the next node as well."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("{model: {preset: tiny}, steps: 1, batch_size: 4, cluster: {device: cpu, nodes: 2}}")
+    recipe.write_text("{model: {preset: tiny}, steps: 1, batch_size: 16, cluster: {preset: 2x8xH100-80GB}}")
     with pytest.raises(RecipeError, match=r"the cluster has 2 nodes, .* torchrun or srun"):
         train.command(recipe, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
