@@ -208,6 +208,8 @@ class Outcome:
         metrics: the last ones of ``evaluation.metrics``.
         best_step: the step of the best checkpoint; None without ``checkpoint.best``.
         experts: their load; None for a model without experts.
+        other_cores: cores of the first rank's host that other processes used, on average; 0 if so few that it counts
+            as idle.
     """
 
     ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
@@ -231,6 +233,7 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     best_step: Size | None = None
     experts: ExpertsRecord | None = None
+    other_cores: Seconds = 0.0
 
     @property
     def worst(self) -> RankMemory:

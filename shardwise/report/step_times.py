@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, PhasesRecord
 from shardwise.core.units import format_bytes
+from shardwise.hardware.profiles import kind_named
 from shardwise.report.notation import COLOURS, deviation, error_in_words, peak_error, seconds
 from shardwise.report.pictures import BACKGROUND, INK, PICTURE_RANKS, STYLE, WIDE_INCHES
 
@@ -97,7 +98,10 @@ def peak_sentences(outcome: Outcome | None) -> Iterator[str]:
 
 
 def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
-    """One line with the step's seconds; one with the phases; one that offers a calibration where the error is large."""
+    """One line with the step's seconds; one with the phases; one that tells of a busy host, or offers a calibration.
+
+    The last one where the error is large.
+    """
     if outcome is None or not outcome.measured_step_seconds:
         return
     spent, planned = outcome.measured_step_seconds, outcome.predicted_step_seconds
@@ -107,5 +111,10 @@ def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
             f"{phase.name} {seconds(phase.predicted or 0.0)}/{seconds(phase.measured or 0.0)}"
             for phase in phases
         )
-    if abs(planned / spent - 1) > APART and (offer := plan.calibration_offer):
+    if abs(planned / spent - 1) <= APART:
+        return
+    if outcome.other_cores and kind_named(plan.device).is_host:
+        busy = f"other processes used {outcome.other_cores:.1f} of this machine's cores meanwhile"
+        yield f"{busy}: idle, its steps are shorter"
+    elif offer := plan.calibration_offer:
         yield offer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardwise.core.run_files import (
 )
 from shardwise.core.units import format_count, format_percent
 from shardwise.engine.train_state import TrainState
+from shardwise.hardware.other_work import OtherWork
 from shardwise.runtime.compiled import new_warnings, seconds_compiling
 from shardwise.trainer.meter import EXACT_STEPS, Measured
 from shardwise.trainer.metrics import MetricsFile, typical_seconds
@@ -40,6 +42,7 @@ class RunLog:
         self._writes = dist.get_rank() == 0
         self._started = time.perf_counter()
         self._lap_began = self._started, seconds_compiling()
+        self._other_work = OtherWork()
         self.validation_loss: float | None = None
         self._set_losses: Mapping[str, float] = {}
         self._values: Mapping[str, float] = {}
@@ -108,8 +111,10 @@ class RunLog:
             gradients: their sizes in a step.
             experts: their load.
         """
-        peaks = [peak] * dist.get_world_size()
-        dist.all_gather_object(peaks, peak)
+        here = socket.gethostname()
+        own = peak, here, self._other_work.own_seconds()
+        ranks = [own] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
         if not self._writes:
             return
         self.close()
@@ -119,7 +124,7 @@ class RunLog:
         outcome = Outcome(
             ranks=tuple(
                 RankMemory(rank, plan.predicted_allocated(rank), measured.allocated, measured.reserved)
-                for rank, measured in enumerate(peaks)
+                for rank, (measured, _, _) in enumerate(ranks)
             ),
             predicted_step_seconds=plan.step.seconds,
             measured_step_seconds=typical_seconds(seconds, EXACT_STEPS) if seconds else None,
@@ -138,6 +143,8 @@ class RunLog:
             metrics=self._values,
             best_step=None if state.best is None else state.best.step,
             experts=experts,
+            # Other ranks on this host are no other work.
+            other_cores=self._other_work.cores(sum(spent for _, host, spent in ranks if host == here)),
         )
         write_outcome(self._folder, outcome)
 

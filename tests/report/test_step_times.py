@@ -48,6 +48,15 @@ def test_a_large_error_offers_a_calibration_once(plan: Plan) -> None:
     assert list(step_sentences(planned, None)) == []
 
 
+def test_a_busy_machine_is_told_in_the_place_of_a_calibration(plan: Plan) -> None:
+    planned = on_cpu(plan)
+    said = list(step_sentences(planned, replace(outcome(planned, 2.0), other_cores=1.42)))
+    assert said[2:] == [
+        "other processes used 1.4 of this machine's cores meanwhile: idle, its steps are shorter"
+    ]
+    assert len(list(step_sentences(planned, replace(outcome(planned, 1.7), other_cores=1.42)))) == 2
+
+
 @pytest.mark.parametrize(
     ("predicted", "measured", "words"),
     [

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from shardwise.core.errors import one_line
 from shardwise.hardware.cluster import Cluster, ClusterRequest, without_maker
+from shardwise.hardware.other_work import OtherWork, is_busy_now
 from shardwise.hardware.this_machine import cache_folder, read_calibration, usable_cores
 from shardwise.launch.placement import launched_by
-from shardwise.plugins.calibration.other_work import OtherWork, is_busy_now
 
 VARIABLE = "SHARDWISE_MEASURE"
 """0 in the environment: plans measure nothing."""
@@ -108,6 +108,6 @@ def _measure(cluster: Cluster, processes: int) -> bool:
         store_gpu(cluster.device, quick_gpu())
         return False
     work = OtherWork()
-    speeds = replace(quick_cpu(processes), busy=work.is_much())
+    speeds = replace(quick_cpu(processes), busy=work.cores() > 0)
     add_speeds(speeds)
     return speeds.busy

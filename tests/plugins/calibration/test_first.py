@@ -43,7 +43,7 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def idle_for(patch: pytest.MonkeyPatch, idle: bool) -> None:
-    patch.setattr(first.OtherWork, "is_much", lambda self: not idle)
+    patch.setattr(first.OtherWork, "cores", lambda self: float(not idle))
     patch.setattr(first, "is_busy_now", lambda: not idle)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shardwise.plugins.calibration import other_work
+from shardwise.hardware import other_work
 from shardwise.plugins.doctor import inspection
 from shardwise.plugins.doctor.checks import examine
 
@@ -60,4 +60,4 @@ def test_memory_and_disks_that_cannot_be_read_are_told(
 
 def test_a_system_that_does_not_tell_its_load_has_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_times", raising(FileNotFoundError(2, "No such file", "/proc/stat")))
-    assert not other_work.OtherWork().is_much()
+    assert other_work.OtherWork().cores() == 0

@@ -24,38 +24,48 @@ class OtherWork:
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
-        self._others = _others_seconds()
+        self._machine = _machine_seconds()
+        self._own = _own_seconds()
 
-    def is_much(self) -> bool:
-        """Whether other processes used cores that this process and its children may use.
+    def own_seconds(self) -> float:
+        """CPU seconds of this process, and of its children that have ended."""
+        return _own_seconds() - self._own
+
+    def cores(self, own_seconds: float | None = None) -> float:
+        """How many of the cores that this process may use others used, on average; 0 if so few that it counts as idle.
 
         Others first fill the cores that are not this process's: a container may have few of a large host's.
+
+        Args:
+            own_seconds: CPU seconds of all processes that are no others; default: ``own_seconds()``.
         """
-        cpu_seconds = _others_seconds() - self._others
-        used = cpu_seconds / max(time.monotonic() - self._begin, 1e-3)  # in cores
-        own = usable_cores()
-        other_cores = max(0, (os.cpu_count() or 1) - own)
-        return used > other_cores + MAX_OTHER_WORK * own
+        own = self.own_seconds() if own_seconds is None else own_seconds
+        cpu_seconds = _machine_seconds() - self._machine - own
+        used = cpu_seconds / max(time.monotonic() - self._begin, 1e-3)
+        usable = usable_cores()
+        taken = min(used - max(0, (os.cpu_count() or 1) - usable), usable)
+        return taken if taken > MAX_OTHER_WORK * usable else 0.0
 
 
 def is_busy_now() -> bool:
     """Whether other processes use this process's cores at the moment."""
     work = OtherWork()
     time.sleep(SAMPLE)
-    return work.is_much()
+    return work.cores() > 0
 
 
-def _others_seconds() -> float:
-    """CPU seconds of the machine without those of this process and of its children that have ended.
+def _own_seconds() -> float:
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system
 
-    0 where the system does not tell: then no other work is seen.
-    """
+
+def _machine_seconds() -> float:
+    """CPU seconds of all processes of the machine; 0 where the system does not tell: then no other work is seen."""
     try:
         machine = psutil.cpu_times()
-        own = os.times()
     except OSError:
         return 0.0
     # A hypervisor's other guests (steal) slow a measurement as well. Guests' time is part of the user's time.
     idle = machine.idle + getattr(machine, "iowait", 0.0)
     guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
-    return sum(machine) - idle - guests - (own.user + own.system + own.children_user + own.children_system)
+    return float(sum(machine) - idle - guests)
