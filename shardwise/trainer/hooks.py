@@ -127,7 +127,7 @@ def open_callbacks(targets: Sequence[str], key: str = "callbacks") -> list[tuple
     methods = [name for name in vars(Callback) if name.startswith("on_")]
     for target in targets:
         callback = resolve(target, key)
-        # What has no method of a callback makes one: a function, or a class, whose methods need an instance.
+        # A class makes the callback, because its methods need an instance; so does a function without these methods.
         if isinstance(callback, type) or not any(hasattr(callback, name) for name in methods):
             callback = _answered(target, "__init__", callback)
         if not any(hasattr(callback, name) for name in methods):

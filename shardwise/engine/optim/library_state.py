@@ -254,7 +254,7 @@ class ParameterState:
         rows = iter(zip(self._numbers.tolist(), self._start, strict=True))
         for entry in self._entries:
             owner = self._owners[entry.owner]
-            # What has not moved outside of a state is a hyperparameter: that of the recipe counts.
+            # Outside of a state, a value that has not moved is a hyperparameter: that of the recipe counts.
             (exists, _), *encoded = [
                 (kind, value) if owner.is_state or moved else start
                 for (kind, value, moved), start in islice(rows, 1 + len(entry.leaves))
