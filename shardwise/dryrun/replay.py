@@ -85,7 +85,7 @@ class _Player:
         self._allocator = allocator
         self._blocks: dict[int, MemoryBlock] = {}
         self._now: Allocation | None = None
-        # Times of a tracker are distinct, except for what libraries keep from the first moment on.
+        # Times of a tracker are distinct, except those of bytes that libraries keep, which begin at the first time.
         events = [(a.born, i) for i, a in enumerate(self._allocations)]
         events += [(a.died, i) for i, a in enumerate(self._allocations) if a.died is not None]
         events.sort()
