@@ -101,7 +101,7 @@ def _site(context: Context, trained: bool = True) -> Site:
         lambda: blueprint.tensor_plan(model),
         experts=experts_by_name(model),
     )
-    # A technique sets the dtypes of the run; until then everything is in fp32.
+    # What the technique ``precision`` changes; without it all is fp32.
     options = EngineOptions(Dtypes(torch.float32, torch.float32, torch.float32))
     site = Site(context, view, options, trained=trained)
     for technique in ORDER:
@@ -190,9 +190,8 @@ def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torc
         blueprint.fill(run.model, recipe.seed)
         for role, other in run.objective.frozen_models().items():
             other.fill(run.frozen[role], recipe.seed)
-    # Both read the weights, so they come after the fill.
+    # Both after the fill: these are the first values, and optimizers of libraries may copy the initial weights.
     if run.first_values is not None:
         run.first_values.keep()
-    # After the fill: optimizers of libraries may copy the initial weights.
     run.optimizer.start()
     return run

@@ -70,7 +70,6 @@ class DynamicLossScale(LossScale):
         lower = (self.value * spec.backoff).clamp(min=spec.floor)
         grown = clean >= spec.growth_interval
         value = torch.where(bad & (left <= 0), lower, self.value)
-        # A branch on a tensor would wait for the device: all outcomes are computed, and ``where`` chooses.
         for state, new in (
             (self.value, torch.where(grown, value * spec.growth, value)),
             (self._clean, torch.where(grown, 0, clean)),

@@ -49,7 +49,6 @@ class Spans:
         if self._device is None:
             self._origin, self._clock = _time_of_day()
         else:
-            # The event has just passed when the host goes on: it marks this time of day.
             self._origin = self.mark()
             # The event is now reached on the device, so the time of day read next is its own.
             self._device.synchronize(device)

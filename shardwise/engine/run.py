@@ -218,7 +218,6 @@ class OptimizerStep(ABC):
             return None
         # A rank whose passes met no experts takes part in the all-reduce all the same.
         nothing = torch.zeros((), dtype=torch.float32, device=self._live.device)
-        # A rank that has used none takes part too: the others wait for it.
         used = nothing if capacity.used is None else capacity.used.clone()
         dist.all_reduce(used, dist.ReduceOp.MAX)
         self.forget_capacity()

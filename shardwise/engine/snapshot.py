@@ -50,9 +50,8 @@ class Snapshots(Generic[T]):
 
     def __init__(self, run: Run) -> None:
         self._copies = [HostCopy(run) for _ in range(HOST_COPIES)]
-        self._labels: list[T | None] = [
-            None
-        ] * HOST_COPIES  # None: the copy is not written, or no longer usable
+        # None: the copy is not written, or no longer usable.
+        self._labels: list[T | None] = [None] * HOST_COPIES
         self._next = 0  # the copy that is overwritten next: the older one
 
     @property

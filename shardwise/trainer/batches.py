@@ -81,21 +81,21 @@ def require_one_data(data: Data) -> None:
     Each rank computes the order of samples from its own data, so samples would repeat or be left out. Of a factory's
     dataset the lengths are compared, because its items may be random.
     """
-    # (samples, fingerprint) by rank. All ranks compare the same list, so all raise or none does.
-    identities: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
-    dist.all_gather_object(identities, (data.train_sequences, data.fingerprint if data.tokenizer else ""))
-    other = next((rank for rank, identity in enumerate(identities) if identity != identities[0]), None)
+    # (samples, fingerprint, host) by rank. All ranks compare the same list, so all raise or none does.
+    by_rank: list[tuple[int, str, str]] = [(0, "", "")] * dist.get_world_size()
+    fingerprint = data.fingerprint if data.tokenizer else ""
+    dist.all_gather_object(by_rank, (data.train_sequences, fingerprint, socket.gethostname()))
+    other = next((rank for rank, identity in enumerate(by_rank) if identity[:2] != by_rank[0][:2]), None)
     if other is None:
         return
-    expected = identities[0][0]
-    count = identities[other][0]
+    expected = by_rank[0][0]
+    count, _, host = by_rank[other]
     if count == expected:
         why = "their tokens differ"
     else:
         why = f"rank 0 has {expected:,} training samples, this one {count:,}"
     fix = "give every node the same files and tokenizer, or a folder that all share"
-    where = f"rank {other} on {every[other][2]}"
-    raise DataError("the ranks read different data", where=where, why=why, fix=fix)
+    raise DataError("the ranks read different data", where=f"rank {other} on {host}", why=why, fix=fix)
 
 
 def require_vocabulary(blueprint: Blueprint, data: Data, fix: str = "") -> None:

@@ -91,7 +91,6 @@ def distributed_as(parameter: Tensor, piece: Tensor, columns: int | None = None)
     if columns is not None:
         shape = parameter.shape[:1] + (columns,)
         stride = (columns, 1)
-
     return distributed_tensor(piece, parameter, shape, stride)
 
 

@@ -65,6 +65,7 @@ class Staging:
 
     def wait(self, slot: int) -> None:
         """Wait until the last fetch into a slot is complete. The host waits nowhere else."""
+        # The CPU computes on the buffers, so the host has to wait, but for this copy only.
         if (copied_in := self._copied_in[slot]) is not None:
             copied_in.synchronize()
 

@@ -186,9 +186,8 @@ class SteppedOptimizer:
 
     def _step_one_by_one(self) -> None:
         before = self._read()
-        after: dict[
-            int, dict[Any, Any]
-        ] = {}  # by index of the owner, of those that a parameter's call has moved on
+        # By index of the owner: values after a parameter's call. Those of later calls must be equal.
+        after: dict[int, dict[Any, Any]] = {}
         last = before
         for member in self.members:
             grad = member.parameter.grad

@@ -323,6 +323,7 @@ class Step:
             kept.gradient = gradient
             return
         with without_updates(self.live.model), computing(action):
+            # Sent before the gradients of weights are made: the stage before waits for it.
             input_gradient, kept.rest = gradients_of_input(end, gradient, kept.given, self.live.model)
         self.mail.send(action, input_gradient)
         del kept.end, kept.given
