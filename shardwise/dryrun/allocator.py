@@ -53,7 +53,9 @@ class OutOfMemoryError(Exception):
 
     def __init__(self, size: int, allocated: int, reserved: int) -> None:
         super().__init__(f"{size} bytes with {allocated} allocated and {reserved} reserved")
-        self.size, self.allocated, self.reserved = size, allocated, reserved
+        self.size = size
+        self.allocated = allocated
+        self.reserved = reserved
 
 
 @dataclass(eq=False, slots=True)
@@ -163,6 +165,7 @@ class CachingAllocator:
         """
         streams = {id(pool): key for key, pool in self._pools.items()}
         free = (block for pool in self._pools.values() for _, _, block in pool.blocks)
+        # The allocator keeps no list of segments: their first blocks are reached from any block.
         firsts = {id(first): first for first in map(_first_block, (*allocated, *free))}
         for first in sorted(firsts.values(), key=lambda block: block.address):
             yield *streams[id(first.pool)], first
@@ -198,11 +201,12 @@ class CachingAllocator:
     def _cut(self, block: MemoryBlock, size: int) -> MemoryBlock:
         """Shorten ``block`` to ``size``; the rest becomes a free (or unmapped) block behind it."""
         rest = MemoryBlock(block.pool, block.address + size, block.size - size, mapped=block.mapped)
-        rest.previous = block
-        rest.next = block.next
+        # Insert ``rest`` into the doubly linked list of the segment's blocks.
+        rest.previous, rest.next = block, block.next
         if rest.next is not None:
             rest.next.previous = rest
-        block.next, block.size = rest, size
+        block.next = rest
+        block.size = size
         block.pool.put(rest)
         return rest
 
@@ -212,7 +216,7 @@ class CachingAllocator:
         if before is not None and before.free and before.mapped == block.mapped:
             block.pool.take(before)
             block.address = before.address
-            block.size = before.size + block.size
+            block.size += before.size
             block.previous = before.previous
             if block.previous is not None:
                 block.previous.next = block
@@ -254,6 +258,7 @@ class CachingAllocator:
         if self.options.max_split_size == math.inf or self.options.expandable_segments:
             return False
         needed = max(size, int(self.options.max_split_size))
+        # The free blocks are sorted by size: the first one that is large enough is released alone.
         index = bisect_left(pool.blocks, (needed,))
         if index < len(pool.blocks):
             self._release(pool.blocks[index][2])
@@ -287,9 +292,10 @@ class CachingAllocator:
                 return None
             self._merge(block)
             pool.put(block)
+        # Map what follows, piece by piece: behind a hole there may be free memory that is mapped already.
         while block.size < size:
             after = block.next
-            assert after is not None
+            assert after is not None  # ``_room`` has found enough after this block
             if not self._map(after, min(size - block.size, after.size)):
                 return None
             self._merge(after)
@@ -325,7 +331,8 @@ class CachingAllocator:
     def _unmap(self, block: MemoryBlock) -> None:
         """Release the granules that a free block covers completely."""
         pool = block.pool
-        granule = block.pool.granule
+        granule = pool.granule
+        # Only whole granules go back to the driver; the ends that share one with a neighbour stay mapped.
         start = -(-block.address // granule) * granule
         end = (block.address + block.size) // granule * granule
         if start >= end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from shardwise.core.block_times import BlockRun, BlockTimes, KeptBytes, RunKind
 from shardwise.dryrun.reading import category
@@ -19,41 +19,42 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
     Args:
         blocks: names of the rank's blocks, in order.
     """
-    owners = {name: block for block, name in enumerate(blocks)}
-    own = [
-        (owner, allocation)
-        for allocation in tracker.allocations
-        if allocation.born > since
-        and allocation.micro_batch == 0
-        and not allocation.on_host
-        and (owner := _block_of(allocation.where, owners)) is not None
-    ]
-    if not own:
+    numbers = {name: block for block, name in enumerate(blocks)}
+    in_blocks: list[tuple[int, Allocation]] = []
+    for allocation in tracker.allocations:
+        if allocation.born <= since or allocation.micro_batch != 0 or allocation.on_host:
+            continue
+        block = _block_of(allocation.where, numbers)
+        if block is not None:
+            in_blocks.append((block, allocation))
+    if not in_blocks:
         return None
     activations = [
-        (block, allocation) for block, allocation in own if category(allocation, tracker) == "activations"
+        (block, allocation)
+        for block, allocation in in_blocks
+        if category(allocation, tracker) == "activations"
     ]
-    runs = tuple(_runs(own, since))
+    runs = tuple(_runs(in_blocks, since))
     end = max(last for *_, last in runs) + 1
     return BlockTimes(
         len(blocks), end, runs, tuple(_kept_bytes(activations, len(blocks), since + end, since))
     )
 
 
-def _block_of(module: str, owners: dict[str, int]) -> int | None:
+def _block_of(module: str, numbers: dict[str, int]) -> int | None:
     """The block that a module is in."""
     while module:
-        if module in owners:
-            return owners[module]
+        if module in numbers:
+            return numbers[module]
         module = module.rpartition(".")[0]
     return None
 
 
-def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[BlockRun]:
+def _runs(in_blocks: Sequence[tuple[int, Allocation]], since: int) -> Iterator[BlockRun]:
     """Allocations of one block and kind in a row as one run."""
     running: tuple[int, RunKind] | None = None
     begin = last = 0
-    for block, allocation in own:
+    for block, allocation in in_blocks:
         kind = _run_kind(allocation)
         if kind is None:
             continue
@@ -71,6 +72,7 @@ def _run_kind(allocation: Allocation) -> RunKind | None:
     if allocation.phase == "forward":
         return "forward"
     if allocation.phase == "backward":
+        # A module's forward call within the backward phase is a recomputation.
         return "again" if allocation.called else "backward"
     return None
 
@@ -79,25 +81,23 @@ def _kept_bytes(
     activations: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int
 ) -> Iterator[KeptBytes]:
     """Each block's kept bytes as steps that differ by more than SMALLEST_CHANGE."""
-    changes: list[dict[int, int]] = [{} for _ in range(blocks)]
+    changes: list[dict[int, int]] = [{} for _ in range(blocks)]  # bytes by time, of each block
     for block, allocation in activations:
         until = end if allocation.died is None else min(end, allocation.died)
         for event, size in ((allocation.born, allocation.size), (until, -allocation.size)):
             changes[block][event] = changes[block].get(event, 0) + size
-    for block, mine in enumerate(changes):
-        levels = []
-        level = 0
-        for event in sorted(mine):
-            level += mine[event]
-            levels.append((event, level))
+    for block, changes_of_block in enumerate(changes):
+        times = sorted(changes_of_block)
+        levels = list(zip(times, accumulate(changes_of_block[time] for time in times), strict=True))
         most = max((size for _, size in levels), default=0)
         steps: list[tuple[int, int]] = []
         for event, size in levels:
-            if (
-                not steps
-                or abs(size - steps[-1][1]) > SMALLEST_CHANGE * most
-                or (size == 0) != (steps[-1][1] == 0)
-            ):
+            if not steps:
+                steps.append((event, size))
+                continue
+            shown = steps[-1][1]
+            # A change from or to nothing is shown however small it is: there the bar begins or ends.
+            if abs(size - shown) > SMALLEST_CHANGE * most or (size == 0) != (shown == 0):
                 steps.append((event, size))
         for (begin, size), (until, _) in pairwise([*steps, (end, 0)]):
             if size and until > begin:

@@ -49,9 +49,10 @@ def noted_kernels_of(
 
     A tensor that is given twice is read once, so it matters which arguments are the same tensor.
     """
-    given = [id(tensor) for tensor in tensors_in(args, kwargs)]
-    several = len(set(given)) < len(given)
-    key = (phase, *map(given.index, given)) if several else phase
+    identities = [id(tensor) for tensor in tensors_in(args, kwargs)]
+    repeats = len(set(identities)) < len(identities)
+    # With repeats the key says which arguments are the same: for (a, b, a) it is (phase, 0, 1, 0).
+    key = (phase, *map(identities.index, identities)) if repeats else phase
     if (kernels := notes.get(key)) is None:
         kernels = notes[key] = kernels_of(phase, func, args, kwargs, out)
     return cast("Sequence[Kernel]", kernels)
@@ -69,6 +70,7 @@ def kernels_of(
         return []
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     if lists and name.startswith(("aten::_foreach", "aten::_fused")):
+        # One kernel for each parameter, which touches the tensor at its index in every list.
         sizes = [sum(t.element_size() * t.numel() for t in piece) for piece in zip(*lists, strict=False)]
         dtype = dtype_name(lists[0][0].dtype)
         return [Kernel(phase, name, dtype, 0, 0, size) for size in sizes]
@@ -86,7 +88,7 @@ def _moved_bytes(name: str, args: tuple[Any, ...], out: Any, distinct: Collectio
     """Bytes that one call reads and writes: all of its tensors, except where it touches only a part of one."""
     if name.startswith(TEMPLATED):
         return tensor_bytes(tensors_in(out))
-    # It copies the shards into one part of its output.
+    # It copies the shards into one part of its output, so it reads and writes as much as the shards have.
     if name == "fsdp::all_gather_copy_in":
         return 2 * tensor_bytes(args[0])
     if name not in _LOOKUPS and name not in _SCATTERS:
@@ -117,7 +119,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_named(name: str) -> torch.dtype:
     """The first dtype with this name in device profiles."""
-    return next(dtype for dtype, its in _DTYPES.items() if its == name)
+    return next(dtype for dtype, known_name in _DTYPES.items() if known_name == name)
 
 
 def collective_of(
@@ -133,8 +135,10 @@ def collective_of(
     # Gathered output or scattered input: the payload is the largest tensor of the call.
     payload = max(tensors, key=lambda t: t.numel())
     elements = payload.numel()
+    # A functional all-gather returns its output, so the arguments are this rank's share alone.
     if func.namespace == "_c10d_functional" and kind == "all_gather" and "out" not in kwargs:
         elements *= group.size()
+    # One element is a verdict or a count, not traffic of the model.
     axis = CONTROL_AXIS if elements == 1 else axis_of.get(group.group_name, "world")
     return Collective(kind, axis, group.size(), 0, elements, elements * payload.element_size(), phase)
 

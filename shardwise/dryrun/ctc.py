@@ -29,6 +29,7 @@ def _loss_backward(
     *rest: Any,
     **named: Any,
 ) -> Tensor:
+    # Both are alive at the same time, as in the kernel; the tracker sees the peak.
     log_beta = log_alpha.new_empty(log_alpha.shape)
     to_log_probs = log_probs.new_empty(log_probs.shape)
     del log_beta

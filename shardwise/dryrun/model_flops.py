@@ -41,7 +41,9 @@ def model_flops(blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: st
     depth = blueprint.depth
     if depth is None or depth <= 2:
         return counted(None)
-    one, two = counted(1), counted(2)
+    # Blocks cost the same, so two shallow models tell the cost of a block, and the rest is that of one block.
+    one = counted(1)
+    two = counted(2)
     return one + (depth - 1) * (two - one)
 
 
@@ -68,4 +70,4 @@ def _counted_flops(
         (prepared,) = PlainPasses(blueprint, model, frozen).prepared([batch])
         loss, _ = loss_of(blueprint.minimises, blueprint, model, frozen, prepared)
         loss.backward()
-    return counter.flops - counter.recomputed
+    return counter.flops - counter.recomputed  # attention's backward kernel computes the scores again

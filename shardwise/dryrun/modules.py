@@ -26,13 +26,15 @@ _MODULE_KEY = "shardwise.module"
 def refused(operation: str, module: str, in_optimizer: bool = False) -> RecipeError:
     """The error of an operation that a dry run cannot run."""
     in_model = f"model: {module}" if module else "model"
-    why, fix = "gives a result whose shape depends on values", "use an implementation with fixed shapes"
     if operation == reading_a_value().name():
-        why, fix = (
-            "reads a value of a tensor into Python",
+        why = "reads a value of a tensor into Python"
+        fix = (
             "leave out .item(), float(), bool() and if of tensors, such as the checks of torch.distributions "
-            "(validate_args=False)",
+            "(validate_args=False)"
         )
+    else:
+        why = "gives a result whose shape depends on values"
+        fix = "use an implementation with fixed shapes"
     return RecipeError(
         "the step cannot be planned",
         where="optimizer.factory" if in_optimizer else in_model,
@@ -52,7 +54,9 @@ class RunningModule:
     def __enter__(self) -> RunningModule:
         self._handles = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_hook(
+                self._leave, always_call=True
+            ),  # also after an error, to pop the stack
         ]
         return self
 
@@ -73,7 +77,7 @@ class RunningModule:
         if self._stack:
             return self._stack[-1]
         node: Any = current_autograd_node()
-        if node is None:
+        if node is None:  # neither in a module nor in a backward pass: the loss or the optimizer
             self._last_in_backward = ""
         else:
             self._last_in_backward = node.metadata.get(_MODULE_KEY, self._last_in_backward)
@@ -87,6 +91,7 @@ class RunningModule:
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 node: Any = tensor.grad_fn
+                # Inner modules leave first, so a node that an outer module returns too keeps the inner one's name.
                 if _MODULE_KEY not in node.metadata:
                     node.metadata[_MODULE_KEY] = name
                     # Not every node allocates, or runs an operation at all: an addition passes gradients on.

@@ -55,42 +55,43 @@ def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:
     _take_samples_out(levels, allocations, since, tracker)
     born = {a.born: a for a in allocations if a.born > since}
     freed = {a.died for a in allocations if a.died is not None}
-    sizes = dict(tracker.workspaces)
-    places = _places(born, depth)
+    workspaces = dict(tracker.workspaces)
+    allocation_names = _allocation_names(born, depth)
     names = [STEP_START]
     passes = [-1]
     times = [since]
-    latest = -1
-    for time in sorted({time for time in (*born, *freed, *sizes) if time > since}):
+    micro_batch = -1  # of the last allocation: frees and collectives belong to it too
+    for time in sorted({time for time in (*born, *freed, *workspaces) if time > since}):
         if time in born:
             running = born[time].micro_batch
-            latest = -1 if running is None else running
-            name = places[time]
+            micro_batch = -1 if running is None else running
+            name = allocation_names[time]
         elif time in freed:
             if names[-1].endswith(_FREED):
-                times[-1] = time
+                times[-1] = time  # only the last of several frees in a row is a moment
                 continue
             name = f"{names[-1]}{_FREED}"
         else:
             name = f"{names[-1]} sent"
         names.append(name)
-        passes.append(latest)
+        passes.append(micro_batch)
         times.append(time)
-    bytes_ = levels[times]
-    bytes_[:, LEDGER_ROWS.index("communication")] += [sizes.get(time, 0) for time in times]
+    bytes_ = levels[times]  # [moment, row of the ledger]
+    # A collective's workspace exists only at its own time, so no allocation has it.
+    bytes_[:, LEDGER_ROWS.index("communication")] += [workspaces.get(time, 0) for time in times]
     return MemoryMoments(tuple(names), np.array(passes), bytes_, tuple(tracker.calls))
 
 
 def _levels_by_row(allocations: list[Allocation], tracker: Tracker) -> Bytes:
     """Bytes by row of the ledger at every time."""
-    changes = np.zeros((tracker.now + 2, len(LEDGER_ROWS)), dtype=np.int64)
+    changes = np.zeros((tracker.now + 2, len(LEDGER_ROWS)), dtype=np.int64)  # [time, row]
     rows = [LEDGER_ROWS.index(category(a, tracker)) for a in allocations]
     sizes = np.array([a.size for a in allocations])
+    # ``add.at`` adds up several changes at one index; ``changes[index] += sizes`` would keep the last one.
     np.add.at(changes, ([a.born for a in allocations], rows), sizes)
-    freed = [(i, a.died) for i, a in enumerate(allocations) if a.died is not None]
-    np.add.at(
-        changes, ([died for _, died in freed], [rows[i] for i, _ in freed]), -sizes[[i for i, _ in freed]]
-    )
+    freed = [index for index, a in enumerate(allocations) if a.died is not None]
+    deaths = [a.died for a in allocations if a.died is not None]
+    np.add.at(changes, (deaths, [rows[index] for index in freed]), -sizes[freed])
     return changes.cumsum(axis=0)
 
 
@@ -102,19 +103,20 @@ def _take_samples_out(levels: Bytes, allocations: list[Allocation], since: int, 
             levels[allocation.born : until, LEDGER_ROWS.index("activations")] -= allocation.size
 
 
-def _places(born: dict[int, Allocation], depth: int | None) -> dict[int, str]:
+def _allocation_names(born: dict[int, Allocation], depth: int | None) -> dict[int, str]:
     """The name of every allocation by its time."""
-    places = {
+    operations = {
         time: (a.micro_batch, f"{a.phase}|{numbered(a.where, depth)}|{_operation(a)}")
         for time, a in born.items()
     }
-    totals = Counter(places.values())
+    totals = Counter(operations.values())
     seen: Counter[tuple[int | None, str]] = Counter()
     names = {}
-    for time in sorted(places):
-        operation = places[time]
-        listed = born[time].phase in ("clip", "optimizer")
-        count = seen[operation] - totals[operation] if listed else seen[operation]
+    for time in sorted(operations):
+        operation = operations[time]
+        count = seen[operation]
+        if born[time].phase in ("clip", "optimizer"):
+            count -= totals[operation]  # from the last one, which is -1
         names[time] = f"{operation[1]}|{count}"
         seen[operation] += 1
     return names

@@ -84,6 +84,7 @@ def _blocked(tensor: Sized, tiles: bool) -> int:
     channels = tensor.shape[1]
     if tiles:
         return _size_of(tensor)
+    # The channels are rounded up to whole blocks.
     return _size_of(tensor) // channels * -(-channels // _block_channels()) * _block_channels()
 
 
@@ -123,6 +124,8 @@ def _convolution(
     else:
         tiles = _in_tiles(x, groups)
         again = 2 if tiles or (transposed and math.prod(stride) > 1) else 1
+        # While it multiplies, y exists in blocks alone. This module allocates y next to the workspace, so it is
+        # subtracted. Then x and w are freed, and y is reordered.
         during = _reordered(x, tiles) + _size_of(weight) + _blocked(y, tiles) - _size_of(y)
         size = max(during, again * _blocked(y, tiles))
     workspace = x.new_empty(size, dtype=torch.uint8)
@@ -147,10 +150,9 @@ def _convolution_backward(
 ) -> Any:
     form = (stride, padding, dilation, transposed, output_padding, groups)
     backend = convolution_backend(x, weight, None, *form, bias_sizes=bias_sizes)
-    to_x = output_mask[0]
-    to_weight = output_mask[1]
+    to_x, to_weight = output_mask[0], output_mask[1]
     tiles = _in_tiles(x, groups)
-    sizes = [0]
+    sizes = [0]  # of the gradient of x and of that of w, which are computed one after the other
     if backend.startswith("Slow"):
         if not transposed:
             sizes.append(_unfolded(backend, x, weight, dy, groups, to_x))
@@ -161,8 +163,9 @@ def _convolution_backward(
             strided = math.prod(stride) > 1 and not transposed
             again = 2 if strided else 1
             dx = _size_of(x) if x.shape[1] == 1 or strided else _blocked(x, tiles)
-            own = _size_of(weight) if to_weight else 0
-            sizes.append(max(_blocked(dy, tiles) + _size_of(weight) + dx - _size_of(x), again * dx) - own)
+            # The gradient of w does not exist yet, although it is allocated here next to the workspace.
+            later = _size_of(weight) if to_weight else 0
+            sizes.append(max(_blocked(dy, tiles) + _size_of(weight) + dx - _size_of(x), again * dx) - later)
         if to_weight:
             plain = _plain_weight_gradient(weight)
             reordered = 0 if plain else _blocked(dy, tiles) + _reordered(x, tiles)
@@ -199,6 +202,7 @@ def _unfolded(backend: str, x: Sized, weight: Tensor, y: Sized, groups: int, to_
     window = math.prod(weight.shape[2:])
     if window == 1:
         return 0
+    # im2col: each position of the result has the window of its inputs, of one group after the other.
     columns = x.shape[0] * x.shape[1] // groups * window * math.prod(y.shape[2:]) * x.itemsize
     if backend.startswith("SlowDilated"):
         return columns // x.shape[0] + (_size_of(x) + _size_of(y) if to_x else 0)

@@ -33,14 +33,12 @@ def category(allocation: Allocation, tracker: Tracker) -> str:
     for tag in TAGS:
         if tag in allocation.origin.tags:
             # A reduced buffer that outlives the backward pass is a gradient, even before it is in ``.grad``.
-            kept = (
-                tag == "communication"
-                and allocation.phase == "backward"
-                and _outlives_phase(allocation, tracker)
-            )
-            return "gradients" if kept else tag
+            if tag == "communication" and allocation.phase == "backward":
+                return "gradients" if _outlives_phase(allocation, tracker) else tag
+            return tag
     passing = "communication" if EXCHANGED in allocation.origin.tags else "temporaries"
     if allocation.phase == "backward":
+        # A backward pass runs without autograd, except where it computes a forward pass again.
         return "activations" if allocation.grad_enabled else passing
     if allocation.phase != "forward":
         return passing
@@ -63,7 +61,7 @@ def highest(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str
     best: dict[str, tuple[int, int]] = {}
     starts = [start for start, _ in tracker.phases]
     workspaces = {} if on_host else dict(tracker.workspaces)
-    total = 0
+    total = 0  # from the beginning of the build, also where the peak is looked for only later
     for time in range(1, tracker.now + 1):
         total += changes.get(time, 0)
         if time < since:
@@ -104,10 +102,13 @@ def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count:
         return ()
     starts = [time for time, _ in entries]
     after = min((start for start, _ in tracker.phases if start > starts[-1]), default=tracker.now + 1)
-    levels, names, workspaces = _device_levels(tracker), _module_names(tracker), dict(tracker.workspaces)
+    levels = _device_levels(tracker)
+    names = _module_names(tracker)
+    workspaces = dict(tracker.workspaces)
+    bounds = [*starts, after]  # pass n is from bounds[n] to bounds[n + 1]
     passes = []
     for number in chosen:
-        time = max(range(starts[number], [*starts, after][number + 1]), key=lambda moment: levels[moment])
+        time = max(range(bounds[number], bounds[number + 1]), key=lambda moment: levels[moment])
         ledger = ledger_at(tracker, time).plus(communication=workspaces.get(time, 0))
         passes.append(Peak(ledger, entries[number][1], _latest(names, time)))
     return tuple(passes)
@@ -119,17 +120,17 @@ def _chosen_passes(phases: Sequence[str], count: int) -> list[int]:
     Either every stage makes ``count`` forward passes in a row, and then every stage its backward passes; or the last
     stage's own passes take turns, one forward and one backward.
     """
-    stages, rest = divmod(len(phases), 2 * max(2, count))
-    before = (stages - 1) * count
-    turns = before * ["forward"] + count * ["forward", "backward"] + before * ["backward"]
-    if count < 2 or rest:
+    if count < 2 or len(phases) % (2 * count):
         return []
+    stages = len(phases) // (2 * count)
+    before = (stages - 1) * count  # passes of the stages before the last
+    in_turns = before * ["forward"] + count * ["forward", "backward"] + before * ["backward"]
+    # The first pass of each kind and stage, and the distance to the next pass of the same.
     if list(phases) == stages * count * ["forward"] + stages * count * ["backward"]:
         firsts = [(first, 1) for first in range(0, len(phases), count)]
-    elif list(phases) == turns:
-        firsts = [
-            (first, 1) for first in range(0, len(phases), count) if not before <= first < before + 2 * count
-        ]
+    elif list(phases) == in_turns:
+        last_stage = range(before, before + 2 * count)
+        firsts = [(first, 1) for first in range(0, len(phases), count) if first not in last_stage]
         firsts += [(before, 2), (before + 1, 2)]
     else:
         return []
@@ -185,7 +186,7 @@ def ledger_at(tracker: Tracker, time: int, on_host: bool = False) -> Ledger:
 def timeline(tracker: Tracker, since: int, points: int = 200) -> list[LedgerPoint]:
     """The device's ledger over time: at most ``points`` samples, each the peak of its interval."""
     changes = _byte_changes(tracker)
-    span = max(1, -(-(tracker.now - since + 1) // points))
+    span = max(1, -(-(tracker.now - since + 1) // points))  # times in an interval
     rows = {a: category(a, tracker) for a in _allocations(tracker, on_host=False)}
     by_time: dict[int, list[tuple[str, int]]] = {}
     for a in rows:
@@ -193,9 +194,9 @@ def timeline(tracker: Tracker, since: int, points: int = 200) -> list[LedgerPoin
         if a.died is not None:
             by_time.setdefault(a.died, []).append((rows[a], -a.size))
     starts = [start for start, _ in tracker.phases]
-    current: dict[str, int] = {}
+    current: dict[str, int] = {}  # bytes by row of the ledger
     samples: list[LedgerPoint] = []
-    best: LedgerPoint | None = None
+    best: LedgerPoint | None = None  # of the interval so far
     for time in range(1, tracker.now + 1):
         for row, size in by_time.get(time, ()):
             current[row] = current.get(row, 0) + size

@@ -79,12 +79,15 @@ class _Player:
     """One replay. Events are (time, index of an allocation): the first of an index allocates, the second frees."""
 
     def __init__(self, trace: Trace, allocator: CachingAllocator) -> None:
-        self._all, self._start, self._workspaces = trace.allocations, trace.start, trace.workspaces
+        self._allocations = trace.allocations
+        self._start = trace.start
+        self._workspaces = trace.workspaces
         self._allocator = allocator
         self._blocks: dict[int, MemoryBlock] = {}
         self._now: Allocation | None = None
-        events = [(a.born, i) for i, a in enumerate(self._all)]
-        events += [(a.died, i) for i, a in enumerate(self._all) if a.died is not None]
+        # Times of a tracker are distinct, except those of bytes that libraries keep, which begin at the first time.
+        events = [(a.born, i) for i, a in enumerate(self._allocations)]
+        events += [(a.died, i) for i, a in enumerate(self._allocations) if a.died is not None]
         events.sort()
         self._build = [i for time, i in events if time <= self._start]
         self._step = [i for time, i in events if time > self._start]
@@ -98,25 +101,27 @@ class _Player:
             for size in self._workspaces:
                 allocator.allocate(size)
             for steps in range(1, REPLAYED_STEPS + 1):
-                before, retries = allocator.peak_reserved, allocator.retries
+                reserved_before = allocator.peak_reserved
+                retries = allocator.retries
                 if steps > 1:
                     self._between()
                 self._run(self._step)
                 retries = allocator.retries - retries
-                if (
-                    steps > 1
-                    and allocator.peak_reserved == before
-                    and (retries == 0 or steps == REPLAYED_STEPS)
-                ):
+                # A step that empties the cache leaves other free blocks to the next one, so the replay goes on.
+                if steps > 1 and allocator.peak_reserved == reserved_before and retries == 0:
                     break
         except OutOfMemoryError as problem:
-            at = self._now
-            phase, where = (at.phase, at.where) if at is not None else ("build", "")
+            if self._now is None:
+                phase, where = "build", ""
+            else:
+                phase, where = self._now.phase, self._now.where
             failure = Failure(problem.size, phase, where, problem.allocated, problem.reserved)
         return Replay(allocator.peak_reserved, allocator.peak_allocated, steps, retries, failure)
 
     def _run(self, events: list[int]) -> None:
-        blocks, allocations = self._blocks, self._all
+        # Locals, because this loop runs for every allocation of every step.
+        blocks = self._blocks
+        allocations = self._allocations
         allocate, free = self._allocator.allocate, self._allocator.free
         for index in events:
             block = blocks.pop(index, None)
@@ -129,6 +134,8 @@ class _Player:
     def _between(self) -> None:
         """Between two steps: free the results of the last step, allocate the samples of the next."""
         start = self._start
-        for index in [i for i in self._blocks if self._all[i].born > start]:
+        for index in [i for i in self._blocks if self._allocations[i].born > start]:
             self._allocator.free(self._blocks.pop(index))
-        self._run([i for i, a in enumerate(self._all) if a.born <= start and (a.died or 0) > start])
+        # Samples are there before a step and freed within it.
+        samples = [i for i, a in enumerate(self._allocations) if a.born <= start and (a.died or 0) > start]
+        self._run(samples)

@@ -136,21 +136,22 @@ def dry_run(
         history, with_moments: whether to replay the allocator, and to name the memory at every moment.
         with_snapshot: whether to make a memory snapshot.
     """
-    asked = _Asked(rank, depth, reduced, history, with_moments, with_snapshot)
-    known = None if TARGET_KERNELS[cluster.device.kind].is_host else shared_dry_runs()
-    if known is None:
-        return _run(recipe, blueprint, strategy, cluster, asked)
-    device = cluster.device.kind, cluster.device.attention
-    key = strategy, cluster.world_size, cluster.devices_per_node, *device, asked
-    if key not in known:
-        known[key] = _run(recipe, blueprint, strategy, cluster, asked)
-    on_device = *key, _workspaces(cluster)
-    if on_device not in known:
-        known[on_device] = _with_workspaces(known[key], cluster)
-    return known[on_device]
+    options = _DryRunOptions(rank, depth, reduced, history, with_moments, with_snapshot)
+    shared = None if TARGET_KERNELS[cluster.device.kind].is_host else shared_dry_runs()
+    if shared is None:
+        return _run(recipe, blueprint, strategy, cluster, options)
+    device = cluster.device
+    key = (strategy, cluster.world_size, cluster.devices_per_node, device.kind, device.attention, options)
+    if key not in shared:
+        shared[key] = _run(recipe, blueprint, strategy, cluster, options)
+    # Only the allocator's replay depends on the workspaces, so a device with others needs no further dry run.
+    key_of_device = (*key, _workspaces(cluster))
+    if key_of_device not in shared:
+        shared[key_of_device] = _with_workspaces(shared[key], cluster)
+    return shared[key_of_device]
 
 
-class _Asked(NamedTuple):
+class _DryRunOptions(NamedTuple):
     """What a dry run is asked for: the arguments of ``dry_run`` that have defaults."""
 
     rank: int
@@ -169,8 +170,10 @@ def _with_workspaces(run: DryRun, cluster: Cluster) -> DryRun:
     return replace(run, trace=trace, replay=trace.replayed(options_in(cluster.device.kind)))
 
 
-def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, asked: _Asked) -> DryRun:
-    rank, depth, reduced, history, with_moments, with_snapshot = asked
+def _run(
+    recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, options: _DryRunOptions
+) -> DryRun:
+    rank, depth, reduced, history, with_moments, with_snapshot = options
     world_size = cluster.world_size
     count = micro_batches(strategy, layout_of(strategy, world_size), recipe.batch_size)
     target = TARGET_KERNELS[cluster.device.kind]
@@ -182,6 +185,7 @@ def _run(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clus
         elements = weights_in(site.view.model)
         even = _is_even(site)
         modules = RunningModule(site.view.model)
+        # Until here tensors are on the meta device: the mesh trips inside a fake mode (engine/build.py).
         fake = StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
         kernels = target.kernels(cluster.devices_per_node, cluster.device.attention)
@@ -303,7 +307,7 @@ def _tracked_step(
     count, reduced = whole
     run = materialise(site, torch.device("cpu"))
     _tag_state(run, tracker)
-    copies = host_copies(run)
+    copies = host_copies(run)  # a local: they live as long as the step
     tracker.tag(copies, "overhead")
     few = run.passes.representative_count(count, reduced.micro_batches)
     batches = _fake_batches(run, strategy, recipe, (few, count), tracker)
@@ -321,6 +325,7 @@ def _fake_batches(
     """
     shapes = batch_shapes(run.blueprint, recipe.data, run.objective)
     few, count = counts
+    # The listed ones cost a fake tensor each; thousands more are as many bytes in one.
     listed = min(count, max(few, MOST_LISTED))
     sizes = [strategy[MICRO_BATCH_SIZE]] * listed
     if rest := count - listed:
@@ -356,6 +361,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[tupl
     def entered(name: str) -> None:
         if current_micro_batch() is not None:
             entries.append((tracker.now, name))
+        # Gradients are in ``.grad`` now, whatever made them: hooks do not see those that FSDP2 reduces.
         tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
 
     for parameter in run.model.parameters():
@@ -382,9 +388,11 @@ def whole_cost(tallies: Mapping[int | None, Tally], seen: int, count: int) -> St
     Micro-batches from ``seen`` on were run ahead and belong to later steps.
     """
     whole = Tally()
-    own = {number: tally for number, tally in tallies.items() if number is None or number < seen}
     passes: Counter[Collective] = Counter()
-    for number, tally in own.items():
+    for number, tally in tallies.items():
+        if number is not None and number >= seen:
+            continue
+        # The first micro-batch gathers weights, and the last reduces gradients: only the second is like all others.
         times = 1 + count - seen if number == 1 else 1
         whole.add(tally, times)
         if number is not None:

@@ -30,7 +30,8 @@ def sites_at_peak(tracker: Tracker, since: int) -> tuple[AllocationSite, ...]:
         if not allocation.on_host and allocation.lives_at(time):
             key = site_of(allocation, tracker)
             count, size = sizes.get(key, (0, 0))
-            sizes[key] = count + 1, size + allocation.size
+            sizes[key] = (count + 1, size + allocation.size)
+    # Sites of equal size are in the order of their names, so that equal plans have equal tables.
     listed = sorted(sizes.items(), key=lambda pair: (-pair[1][1], pair[0]))
     sites = [AllocationSite(*key, tensors=count, bytes=size) for key, (count, size) in listed[:MOST_SITES]]
     rest = [pair for _, pair in listed[MOST_SITES:]]

@@ -36,11 +36,11 @@ def memory_snapshot(tracker: Tracker, options: AllocatorOptions) -> SnapshotValu
         + [(a.died, i) for i, a in enumerate(allocations) if a.died is not None]
     )
     allocator = CachingAllocator(options)
-    living = dict[int, tuple[MemoryBlock, Allocation]]()
+    living: dict[int, tuple[MemoryBlock, Allocation]] = {}
     trace: list[SnapshotValues] = [FIRST]
     for _, index in events:
         allocation = allocations[index]
-        if index in living:
+        if index in living:  # the second event of an allocation is its free
             block, _ = living.pop(index)
             trace += _freed(block, allocation, tracker)
             allocator.free(block)
@@ -91,10 +91,11 @@ def _segments(
         chain = [first]
         while (after := chain[-1].next) is not None:
             chain.append(after)
-        owned = [
-            (block, None if block.free else owners.get(block.address)) for block in chain if block.mapped
-        ]
-        blocks = [_block_entry(block, owner, tracker) for block, owner in owned]
+        blocks: list[SnapshotValues] = []
+        for block in chain:
+            if block.mapped:  # a hole of an expandable segment takes no memory
+                owner = None if block.free else owners.get(block.address)
+                blocks.append(_block_entry(block, owner, tracker))
         used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
         yield {
             "address": first.address,

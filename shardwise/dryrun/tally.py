@@ -50,4 +50,4 @@ class Tally:
 
 def _add_counts(counter: Counter[T], other: Counter[T], times: float) -> None:
     for key, calls in other.items():
-        counter[key] += times * calls  # type: ignore[assignment]
+        counter[key] += times * calls  # type: ignore[assignment]  # a Counter is typed for whole numbers

@@ -65,7 +65,8 @@ class TargetKernels:
 
 
 _MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-_ONEDNN_KERNEL, _AMX_KERNEL = 560 * 1024, 656 * 1024
+_ONEDNN_KERNEL = 560 * 1024
+_AMX_KERNEL = 656 * 1024
 """Bytes of one compiled oneDNN matrix product, torch 2.13: the growth of the resident set at the first call of a shape.
 
 AMD Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, independent of the shape. Intel Sapphire Rapids, 43
@@ -94,14 +95,13 @@ def _onednn_kernels(operation: str, args: Any, result: Any) -> int:
         dtype = next(tensor.dtype for tensor in tree_iter(result) if isinstance(tensor, Tensor))
         return KERNELS[operation] if dtype == torch.float32 or dtype in _compiled_product_bytes() else 0
     if operation == _CPU_ATTENTION_BACKWARD:
-        return (
-            _attention_products(*result[:2]) * _ATTENTION_KERNEL
-            if result[0].dtype in _compiled_product_bytes()
-            else 0
-        )
+        to_queries, to_keys = result[:2]
+        if to_queries.dtype not in _compiled_product_bytes():
+            return 0
+        return _attention_products(to_queries, to_keys) * _ATTENTION_KERNEL
     if not operation.startswith(_MATRIX_PRODUCTS):
         return 0
-    left: Tensor = args["add" in operation]  # addmm(bias, left, right)
+    left: Tensor = args[1] if "add" in operation else args[0]  # addmm(bias, left, right), mm(left, right)
     small = result.numel() * left.shape[-1] <= _LEAST_PRODUCT
     return 0 if small else _compiled_product_bytes().get(result.dtype, 0)
 
@@ -110,13 +110,20 @@ def _attention_products(to_queries: Tensor, to_keys: Tensor) -> int:
     """Three products for each pair of block sizes of queries and keys, [..., s, d] (FlashAttentionKernel.cpp)."""
     queries, keys = to_queries.shape[-2], to_keys.shape[-2]
     # q_split_size and kv_split_size of that file.
-    step = 256 if queries >= 768 else 64 if queries >= 192 else 32
-    return 3 * _block_sizes(queries, step) * _block_sizes(keys, 512)
+    if queries >= 768:
+        queries_in_block = 256
+    elif queries >= 192:
+        queries_in_block = 64
+    else:
+        queries_in_block = 32
+    return 3 * _block_sizes(queries, queries_in_block) * _block_sizes(keys, 512)
 
 
 def _block_sizes(length: int, step: int) -> int:
     """Number of distinct block sizes when ``length`` is cut in blocks of ``step``: full blocks and a remainder."""
-    return (length >= step) + (length % step > 0)
+    full = 1 if length >= step else 0
+    remainder = 1 if length % step else 0
+    return full + remainder
 
 
 def _nothing_kept(operation: str, args: Any, result: Any) -> int:
@@ -249,6 +256,7 @@ def _cuda_attention(
     if name == MATH:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    # [b, heads, s, d]. The efficient kernel has as many heads of keys as of queries.
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call converts and saves it
@@ -289,8 +297,8 @@ class _Parts(DispatchMode):
     ) -> Any:
         if (device := asked_device(func, args)) is not None:
             return device
-        made_of = self._parts.get(func.name().removeprefix("shardwise::"))
-        return (made_of or func)(*args, **(kwargs or {}))
+        parts = self._parts.get(func.name().removeprefix("shardwise::"))
+        return (func if parts is None else parts)(*args, **(kwargs or {}))
 
 
 def _cpu_kernels(processes: int, attention: BackendOrder) -> _Parts:

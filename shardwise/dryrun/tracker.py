@@ -57,7 +57,6 @@ TAGS: tuple[str, ...] = (
     "activations",
 )
 
-
 EXCHANGED = "exchanged"
 """Tag of tensors that functional collectives read and return. The model owns them and may save them."""
 
@@ -142,13 +141,15 @@ class Tracker(DispatchMode):
         self._axis_of = axis_of
         self._workspace = workspace
         self._kept = kept
-        self._seen: set[tuple[Any, ...]] = set()
-        self._where, self._calls, self._notes = where, calls, notes
+        self._seen: set[tuple[Any, ...]] = set()  # calls whose kept bytes have been counted
+        self._where = where
+        self._calls = calls
+        self._notes = notes
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
-        self._living: dict[int, Allocation] = {}
+        self._living: dict[int, Allocation] = {}  # by key of the storage, as the two below
         self._origins: dict[int, StorageOrigin] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._muted = 0
+        self._muted = 0  # blocks of ``muted`` that are entered
 
     @property
     def tally(self) -> Tally:
@@ -181,7 +182,7 @@ class Tracker(DispatchMode):
         on_host = in_host_memory() and has_separate_host_memory(torch.device("cpu"))
         self._uses_host |= on_host
         allocation = Allocation(
-            allocated_host_bytes(size) if on_host else size,
+            allocated_host_bytes(size) if on_host else size,  # pinned memory is allocated in powers of two
             self._tick(),
             current_phase(),
             self._where(),
@@ -285,7 +286,8 @@ class Tracker(DispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count device kernels, host kernels, or copies between host and device memory."""
-        call, notes = (current_phase(), func, args, kwargs, out), self._notes(func)
+        call = (current_phase(), func, args, kwargs, out)
+        notes = self._notes(func)
         kernels = kernels_of(*call) if notes is None else noted_kernels_of(notes, *call)
         if kernels and self._uses_host:
             kernels = self._placed(kernels, func.name(), args, kwargs, out)
@@ -356,8 +358,7 @@ class Tracker(DispatchMode):
         collective = collective_of(current_phase(), func, args, kwargs, self._axis_of)
         if collective is None:
             return
-        size = self._workspace(collective.kind, collective.bytes)
-        self.workspaces.append((self._tick(), size))
+        self.workspaces.append((self._tick(), self._workspace(collective.kind, collective.bytes)))
         if self.counting_costs:
             self._spend(collectives=[collective])
 

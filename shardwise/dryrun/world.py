@@ -29,7 +29,9 @@ class _Chunks(Sequence[Tensor]):
     """A lazy version of FSDP2's chunks: ``torch.chunk``, padded with empty tensors."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._number, self._dim = tensor, num_chunks, dim
+        self._tensor = tensor
+        self._number = num_chunks
+        self._dim = dim
         self._size = -(-tensor.size(dim) // num_chunks)
 
     def __len__(self) -> int:
@@ -81,6 +83,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
         sys.excepthook = hook
+        # device_mesh has imported the name, so both are replaced.
         mesh.new_group = package.new_group = _own_group(rank)
         try:
             with fsdp_chunking(_Chunks), own_groups_of_meshes(rank):

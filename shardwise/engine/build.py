@@ -61,6 +61,7 @@ def assemble(
     """
     layout = layout_of(strategy, world_size)
     mesh = make_mesh(layout, device_type)
+    # Ranks of these axes see different tokens: losses and counts are summed over all of them by one all-reduce.
     token_axes = tuple(a.name for a, _ in layout.axes if a.tokens and a.name in (mesh.mesh_dim_names or ()))
     token_group = flattened(mesh[token_axes], "tokens").get_group()
     count = micro_batches(strategy, layout, recipe.batch_size)
@@ -84,7 +85,10 @@ def _site(context: Context, trained: bool = True) -> Site:
     blueprint = context.blueprint
     with torch.device("meta"):
         model = blueprint.build(context.depth)
-    model.train() if trained else model.eval().requires_grad_(False)
+    if trained:
+        model.train()
+    else:
+        model.eval().requires_grad_(False)
     if context.recipe.data.packing and (why := blueprint.packing_obstacle(model)):
         what = "this model cannot keep packed documents apart"
         raise RecipeError(what, where="data.packing", why=why, fix="set it to false")
@@ -115,6 +119,7 @@ def materialise(site: Site, device: torch.device) -> Run:
     options = site.options
     recipe = site.context.recipe
     model = site.view.model
+    # Where device memory is host memory, as on the CPU, nothing has to move.
     on_host = options.weights_on_host and has_separate_host_memory(device)
     allocate(model, device, on_host)
     frozen = {role: other.view.model for role, other in site.frozen.items()}
@@ -123,14 +128,23 @@ def materialise(site: Site, device: torch.device) -> Run:
     if (options.weights_on_host or options.state_offload) and not has_separate_host_memory(device):
         site.hints.note("device memory is host memory: CPU offload moves nothing")
     spec = built(recipe)
-    ratio = site.context.blueprint.rate_ratio
-    divided = site.context.layout.world_size, options.place is not None
+    # Its state is allocated here, before the first step, so that the dry run counts it and a checkpoint can be loaded.
+    optimizer = build_optimizer(
+        model,
+        spec,
+        recipe.seed,
+        options.state_offload,
+        hosted=on_host,
+        rate_ratio=site.context.blueprint.rate_ratio,
+        ranks=site.context.layout.world_size,
+        staged=options.place is not None,
+    )
     live = LiveModel(
         site.context,
         options,
         device,
         model,
-        build_optimizer(model, spec, recipe.seed, options.state_offload, on_host, ratio, *divided),
+        optimizer,
         loss_scale_of(recipe.loss_scale if options.dtypes.loss_scaled else None, device),
         norm_limit_of(spec.clip_norm, spec.adaptive_clip, device),
         frozen,
@@ -161,6 +175,7 @@ def allocate(model: nn.Module, device: torch.device, on_host: bool) -> None:
 
 def _to_empty(model: nn.Module, device: torch.device) -> None:
     """Allocate each module once, also one that several parents have; FSDP2's modules after those inside of them."""
+    # ``modules`` lists a parent before its children.
     for module in reversed(list(model.modules())):
         module.to_empty(device=device, recurse=False)
 
@@ -175,8 +190,8 @@ def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torc
         blueprint.fill(run.model, recipe.seed)
         for role, other in run.objective.frozen_models().items():
             other.fill(run.frozen[role], recipe.seed)
+    # Both after the fill: these are the first values, and optimizers of libraries may copy the initial weights.
     if run.first_values is not None:
         run.first_values.keep()
-    # After the fill: optimizers of libraries may copy the initial weights.
     run.optimizer.start()
     return run

@@ -46,7 +46,7 @@ class FirstValues:
             present = shard.clone()
             shard.copy_(first)
             first.copy_(present)
-        # FSDP2 may still hold gathered weights, which are made of the other values.
+        # The shards have changed under weights that ZeRO 1 and 2 keep gathered: the next forward pass gathers anew.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

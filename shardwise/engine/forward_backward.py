@@ -17,7 +17,7 @@ from shardwise.runtime.layer_inputs import state_buffers
 from shardwise.runtime.parallel.shard_slices import local_part
 
 LEAST = 3
-"""The first micro-batch, one like all others, and the last."""
+"""Fewest micro-batches whose peak is that of more: the first, one like all others, and the last."""
 
 
 class Sequential(ForwardBackward):
@@ -71,7 +71,7 @@ class Sequential(ForwardBackward):
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         live = self._live
-        total = torch.zeros(2, dtype=torch.float64, device=live.device)
+        total = torch.zeros(2, dtype=torch.float64, device=live.device)  # [loss sum, valid targets]
         with self._measured():
             for batch in live.local_batches(self, batches):
                 loss, count = live.loss(batch)

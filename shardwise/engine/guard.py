@@ -49,7 +49,7 @@ PROBATION = 2
 CALM = 2
 LONGEST_SPIKE = 16
 
-_TO_DEVIATION = 1.4826  # of a normal distribution, from its median absolute deviation
+_TO_DEVIATION = 1.4826  # of a normal distribution, from its median absolute deviation: 1 / Φ⁻¹(3/4)
 
 
 class GuardAction(Enum):
@@ -144,6 +144,7 @@ def judge(spec: GuardSpec, memory: GuardState, seen: Seen) -> tuple[GuardState, 
     heights = _heights(spec, memory, seen)
     highest = max(heights["loss_height"], heights["norm_height"]) if heights else 0.0
     if highest > 1:
+        # A norm alone is never extreme: clean runs have single norms of many times the median.
         memory, event = _outlier(memory, seen, heights.get("loss_height", 0.0) >= EXTREME)
     else:
         memory = _clean(spec, memory, seen)
@@ -155,6 +156,7 @@ def judge(spec: GuardSpec, memory: GuardState, seen: Seen) -> tuple[GuardState, 
 def _not_finite(spec: GuardSpec, memory: GuardState, seen: Seen) -> tuple[GuardState, GuardVerdict]:
     """A skipped or torn update. It extends an open burst."""
     burst = memory.burst
+    # A step that is not finite and was not skipped has updated some of the parameters.
     event = "skipped" if seen.skipped else "torn"
     if burst is not None:
         memory = replace(memory, burst=replace(burst, last=seen.index))
@@ -172,8 +174,10 @@ def _heights(spec: GuardSpec, memory: GuardState, seen: Seen) -> dict[str, float
     """Excess of loss and norm over the medians, in units of the threshold; {} before the window is full."""
     if len(memory.losses) < spec.window:
         return {}
+    # Norms vary by factors, so they are compared by their logarithms.
     logs = [_log(norm) for norm in memory.norms]
-    loss_median, norm_median = median(memory.losses), median(logs)
+    loss_median = median(memory.losses)
+    norm_median = median(logs)
     return {
         "loss_median": loss_median,
         "norm_median": math.exp(norm_median),
@@ -203,7 +207,8 @@ def _outlier(memory: GuardState, seen: Seen, extreme: bool) -> tuple[GuardState,
 
 
 def _clean(spec: GuardSpec, memory: GuardState, seen: Seen) -> GuardState:
-    losses, norms = (*memory.losses, seen.loss), (*memory.norms, seen.norm)
+    losses = (*memory.losses, seen.loss)
+    norms = (*memory.norms, seen.norm)
     return replace(memory, losses=losses[-spec.window :], norms=norms[-spec.window :])
 
 
@@ -214,8 +219,10 @@ def _burst_over(memory: GuardState, seen: Seen) -> tuple[GuardState, GuardVerdic
         return memory, GuardVerdict()
     since = seen.index - burst.last
     if not burst.spike:
-        over = since >= PROBATION or seen.final
-        return (replace(memory, burst=None) if over else memory), GuardVerdict()
+        if since >= PROBATION or seen.final:
+            memory = replace(memory, burst=None)
+        return memory, GuardVerdict()
+    # At the last step there is nothing to wait for: the run must not end within a spike.
     if since >= CALM or seen.final or seen.index - burst.first + 1 >= LONGEST_SPIKE:
         return memory, GuardVerdict(GuardAction.REWIND, first=burst.first, last=burst.last)
     return memory, GuardVerdict()

@@ -31,7 +31,9 @@ NORM_EPSILON = 1e-6
 
 def loss_scale_of(spec: LossScaleSpec | None, device: torch.device) -> LossScale:
     """The recipe's loss scale. ``spec`` None: one, for good."""
-    return (DynamicLossScale if spec is not None and spec.dynamic else LossScale)(spec, device)
+    if spec is not None and spec.dynamic:
+        return DynamicLossScale(spec, device)
+    return LossScale(spec, device)
 
 
 class LossScale:
@@ -139,6 +141,7 @@ class AdaptiveNormLimit(NormLimit):
         weight = torch.where(warming, 1 / (self._seen + 1), 1 - NORM_DECAY)
         mean = self._mean.lerp(norm, weight)
         square = torch.where(warming, (norm - mean) * (norm - self._mean), (norm - mean).square())
+        # ``where``, not a product with 0: the norm of a skipped step may be NaN, and 0 times NaN is NaN.
         self._variance.copy_(torch.where(bad, self._variance, self._variance.lerp(square, weight)))
         self._mean.copy_(torch.where(bad, self._mean, mean))
         self._seen.add_(1 - skipped)  # a skipped norm counts neither for the warmup nor for the mean

@@ -47,10 +47,11 @@ class AfterBackward(OptimizerStep):
         return norm, skip
 
     def clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Unscale and clip all gradients in place; (their norm before clipping, the verdict)."""
-        live = self._live
-        scale = self._live.loss_scale
-        limits = self._live.norm_limit
+        """Unscale and clip all gradients in place; (their norm before clipping, the verdict).
+
+        The verdict is made of all-reduced values, so it is equal on all ranks.
+        """
+        live, scale, limits = self._live, self._live.loss_scale, self._live.norm_limit
         square = square_sum(live.own_parameters(), live.device, live.ranks_of)
         dist.all_reduce(square, group=live.verdict_group)
         # Gradients are still scaled; the factor below unscales and clips them in one pass over memory.
@@ -75,7 +76,7 @@ class WithinBackward(OptimizerStep):
     def __init__(self, live: LiveModel) -> None:
         super().__init__(live)
         self._last = self._suspended = False
-        self._skip = self._square = torch.zeros(())
+        self._skip = self._square = torch.zeros(())  # replaced at each step's last backward pass
         for parameter in live.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._consume)
@@ -91,6 +92,7 @@ class WithinBackward(OptimizerStep):
     def before_backward(self, total: Tensor, last: bool) -> None:
         self._last = last and not self._suspended
         if self._last:
+            # ``total`` is that of this rank alone, so the ranks agree here, before the first update.
             self._skip = 1 - total.isfinite().to(torch.float32)
             dist.all_reduce(self._skip, dist.ReduceOp.MAX)
             self.see_capacity(self._skip)
@@ -113,6 +115,7 @@ class WithinBackward(OptimizerStep):
             return
         assert isinstance(parameter, nn.Parameter)
         live = self._live
+        # The CPU computes at once: it does not wait for a stream, as kernels do.
         if parameter.device.type != live.device.type:  # its gradient may still be on its way to the host
             torch.accelerator.current_stream(live.device).synchronize()
         with torch.no_grad():
@@ -121,6 +124,7 @@ class WithinBackward(OptimizerStep):
             # Of this rank's shard alone: another rank may update its shard of a gradient that is not finite here.
             square = square_sum([parameter], live.device, live.ranks_of)
             self._square += square
+            # A gradient that is not finite leaves out its own parameter only: others have been updated already.
             live.optimizer.update([parameter], self._skip.maximum(1 - square.isfinite().to(torch.float32)))
         parameter.grad = None
 

@@ -69,14 +69,14 @@ class Spans:
     def read(self) -> list[TimedPass]:
         """All passes in their order. Waits for the device where it has not done them yet."""
         if self._device is not None and self._passes:
-            self._passes[-1][2].synchronize()
+            self._passes[-1][2].synchronize()  # a stream is in order, so all earlier events have passed too
         return [(action, self._at(begin), self._at(end)) for action, begin, end in self._passes]
 
     def _at(self, mark: Any) -> float:
         """The time of day at a mark."""
         if self._device is None:
             return float(self._clock + mark - self._origin)
-        return float(self._clock + self._origin.elapsed_time(mark) / 1000)  # in milliseconds
+        return float(self._clock + self._origin.elapsed_time(mark) / 1000)  # elapsed_time is in milliseconds
 
 
 def _time_of_day() -> tuple[float, float]:

@@ -25,7 +25,8 @@ def current_phase() -> str:
 def phase(name: str) -> Iterator[None]:
     """Run a block as phase ``name``, one of PHASES."""
     global _current
-    before, _current = _current, name
+    before = _current
+    _current = name
     for listener in _listeners:
         listener(name)
     try:
@@ -43,7 +44,8 @@ def current_micro_batch() -> int | None:
 def micro_batch(number: int) -> Iterator[None]:
     """Run a block for one micro-batch."""
     global _micro_batch
-    before, _micro_batch = _micro_batch, number
+    before = _micro_batch
+    _micro_batch = number
     try:
         yield
     finally:

@@ -171,6 +171,7 @@ class LiveModel:
 
     def count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """The valid targets of the global batch."""
+        # Summed on the device: adding numbers of Python would wait for it at every micro-batch.
         tokens = torch.stack([self.count(batch) for batch in batches]).sum()
         dist.all_reduce(tokens, group=self.context.token_group)
         return tokens
@@ -202,12 +203,14 @@ class OptimizerStep(ABC):
             faulty: 1 or true if the loss is not finite, on all ranks: routers of NaN send all tokens to the same
                 experts, and more room for them would help no step.
         """
-        if (used := self.capacity_since()) is not None:
-            # By ``where`` on the device: the host reads the results of a step when the next one runs.
-            used = used.where(faulty == 0, used.clamp(max=1))
-            now = (used > 1).to(torch.float32)
-            self.void = now if self.void is None else self.void.maximum(now)
-            self.capacity_used = used
+        used = self.capacity_since()
+        if used is None:
+            return
+        used = used.where(faulty == 0, used.clamp(max=1))
+        exceeded = (used > 1).to(torch.float32)
+        self.capacity_used = used
+        # Steps that the host has issued since a void one are void too, until it has read that and set None.
+        self.void = exceeded if self.void is None else self.void.maximum(exceeded)
 
     def capacity_since(self) -> Tensor | None:
         """The largest share of the capacity that a rank used since it was last forgotten; now it is. Collective."""
@@ -259,7 +262,8 @@ class ForwardBackward(ABC):
     measures: Tensor | None = None
 
     def __init__(self, live: LiveModel, update: OptimizerStep) -> None:
-        self._live, self._update = live, update
+        self._live = live
+        self._update = update
 
     @property
     def blueprint(self) -> Blueprint:
@@ -279,6 +283,7 @@ class ForwardBackward(ABC):
     def as_before_training(self) -> Iterator[None]:
         """As ``ForwardOnly`` says."""
         first = self._live.first_values
+        # Without its adapters a model is as before training: their frozen base has not changed.
         with adapters_off(self._live.model) if first is None else first.exchanged():
             yield
 
@@ -351,7 +356,7 @@ class Run(LiveModel):
         capacity = self.options.capacity
         if capacity is None or used is None or factor is None or float(used) <= 1:
             return ""
-        self.update.void = None
+        self.update.void = None  # the host knows now, and runs the step again
         return capacity.enlarge(float(used), factor)
 
     def exceeded(self) -> bool:

@@ -64,5 +64,5 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in non_persistent_buffers(module):
-                whole = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-                yield canonical_name(f"{path}.{name}" if path else name), whole.detach()
+                real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                yield canonical_name(f"{path}.{name}" if path else name), real.detach()

@@ -36,20 +36,21 @@ def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
     Raises RecipeError if the recipe's function cannot be imported, fails or returns no fraction of the peak.
     """
     if schedule.factory is not None:
-        return _given(schedule.factory, step, steps)
+        return _factor_of_user(schedule.factory, step, steps)
     if step < (warmup := schedule.warmup_steps(steps)):
         return (step + 1) / warmup
     start = schedule.decay_start(steps)
+    # The part of the decay that is done. ``max(1, ...)``: a run that is all warmup has no decay.
     done = min(1.0, max(0, step - start) / max(1, steps - start))
     return schedule.floor + (1 - schedule.floor) * _SHAPES[schedule.shape](done)
 
 
-def _given(target: str, step: int, steps: int) -> float:
+def _factor_of_user(target: str, step: int, steps: int) -> float:
     """The factor by a user's function."""
     function = resolve(target, "schedule.factory")
     try:
         factor = float(function(step, steps))
-        if not 0 <= factor < math.inf:
+        if not 0 <= factor < math.inf:  # also false for NaN
             raise ValueError(f"{factor:g} is no fraction of the peak learning rate")
         return factor
     except Exception as error:  # the user's code

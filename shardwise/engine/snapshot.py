@@ -50,8 +50,9 @@ class Snapshots(Generic[T]):
 
     def __init__(self, run: Run) -> None:
         self._copies = [HostCopy(run) for _ in range(HOST_COPIES)]
+        # None: the copy is not written, or no longer usable.
         self._labels: list[T | None] = [None] * HOST_COPIES
-        self._next = 0
+        self._next = 0  # the copy that is overwritten next: the older one
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -81,9 +82,9 @@ class Snapshots(Generic[T]):
         label = self._labels[index]
         assert label is not None
         self._copies[index].restore()
+        # A newer copy is from after the fault: the run that it belongs to is undone.
         for other in range(HOST_COPIES):
-            # The other copy is of a later step, which the run now undoes.
-            if other != index and not self._kept(other, usable):
+            if other != index and not self._is_usable(other, usable):
                 self._labels[other] = None
         self._next = (index + 1) % HOST_COPIES
         return label
@@ -91,11 +92,11 @@ class Snapshots(Generic[T]):
     def _newest(self, usable: Callable[[T], bool]) -> int | None:
         for back in range(1, HOST_COPIES + 1):
             index = (self._next - back) % HOST_COPIES
-            if self._kept(index, usable):
+            if self._is_usable(index, usable):
                 return index
         return None
 
-    def _kept(self, index: int, usable: Callable[[T], bool]) -> bool:
+    def _is_usable(self, index: int, usable: Callable[[T], bool]) -> bool:
         label = self._labels[index]
         return label is not None and usable(label)
 
@@ -112,12 +113,14 @@ def save_copy_of(run: Run) -> HostCopy | None:
 
 def host_copies(run: Run) -> list[Tensor]:
     """The buffers of all copies that a trainer of this run allocates; they live as long as the result."""
+    buffers: list[Tensor] = []
     snapshots: Snapshots[None] | None = snapshots_of(run)
+    if snapshots is not None:
+        buffers += snapshots.buffers
     save_copy = save_copy_of(run)
-    return [
-        *(snapshots.buffers if snapshots is not None else ()),
-        *(save_copy.tensors.values() if save_copy is not None else ()),
-    ]
+    if save_copy is not None:
+        buffers += save_copy.tensors.values()
+    return buffers
 
 
 def _local_parts(run: Run) -> dict[str, Tensor]:
@@ -126,5 +129,6 @@ def _local_parts(run: Run) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    # From the device to pinned memory this returns at once; the stream orders it before the next step's kernels.
     for name, piece in target.items():
         piece.copy_(source[name], non_blocking=True)

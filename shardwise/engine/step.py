@@ -89,9 +89,10 @@ def loads(run: Run, result: StepResult) -> dict[str, Any]:
     if result.capacity is not None and result.capacity_used is not None:
         measures["load_imbalance"] = float(result.capacity_used) * result.capacity
     if result.expert_load is not None:
-        known = result.expert_load.any(-1, keepdim=True)
+        # [layers, experts]. A layer whose tokens are not known is all 0; its experts are not dead for that.
+        counted = result.expert_load.any(-1, keepdim=True)
         measures["busiest_expert"] = float(result.expert_load.max())
-        measures["dead_experts"] = int(((result.expert_load == 0) & known).sum())
+        measures["dead_experts"] = int(((result.expert_load == 0) & counted).sum())
     return measures
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class PhaseClock:
         if self._device is not None and self._marks:
             self._marks[-1][1].synchronize()
         spent: dict[str, float] = {}
-        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        # A phase comes once for each micro-batch: its seconds add up.
+        for (name, begin), (_, end) in pairwise(self._marks):
             spent[name] = spent.get(name, 0.0) + self._between(begin, end)
         return spent
 
@@ -59,9 +61,9 @@ class PhaseClock:
         self._marks.append((name, event))
 
     def _between(self, begin: Any, end: Any) -> float:
-        return float(
-            end - begin if self._device is None else begin.elapsed_time(end) / 1000
-        )  # in milliseconds
+        if self._device is None:
+            return float(end - begin)
+        return float(begin.elapsed_time(end) / 1000)  # elapsed_time is in milliseconds
 
 
 class OperationClock(TorchDispatchMode):
@@ -69,14 +71,14 @@ class OperationClock(TorchDispatchMode):
 
     def __init__(self, record: RecordCall, wanted: Callable[[Any], bool] = lambda func: True) -> None:
         super().__init__()
-        self._record, self._wanted = record, wanted
+        self._record = record
+        self._wanted = wanted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            # DTensor dispatches again with the local tensors, which are timed then.
-            return NotImplemented
+            return NotImplemented  # DTensor then calls operations on local tensors, which come here again
         kwargs = kwargs or {}
         if not self._wanted(func):
             return func(*args, **kwargs)

@@ -56,18 +56,19 @@ class ReturnedTargets(Targets):
         self._micro_batches = micro_batches
         self._passed = 0
         self.number = torch.zeros((), dtype=torch.int64, device=live.device)
-        update.correction = None
+        update.correction = None  # that of the last step
 
     def passed(self, count: Tensor) -> None:
         self._passed += 1
         self.number += count
         if self._passed == 1:
+            # A copy: ``number`` is this rank's own sum until the last micro-batch.
             first = self.number.clone()
             # Gradients of the first micro-batch are made now, so all ranks must divide by the same number already.
             dist.all_reduce(first, group=self._group)
             self.divisor = (self._micro_batches * first).clamp(min=1)
             if self._micro_batches == 1:
-                self.number = first
+                self.number = first  # exact: there is nothing to correct
         elif self._passed == self._micro_batches:
             dist.all_reduce(self.number, group=self._group)
             # Gradients were divided by the estimate; this factor makes it the true number.

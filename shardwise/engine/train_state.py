@@ -60,6 +60,7 @@ class TrainState:
 
     def position(self, index: int) -> int:
         """Position of the batch of step ``index`` (from 0) in the order of the data."""
+        # Spans are in order, so ``index`` is a position in the data without the later ones.
         for start, end in self.left_out:
             if index >= start:
                 index += end - start
@@ -67,6 +68,7 @@ class TrainState:
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
+        # All bounds in one row must rise: then no span is empty, overlaps or touches the next.
         if any(a >= b for a, b in pairwise(number for span in self.left_out for number in span)):
             raise ValueError("spans are in order and do not touch")
         return self

@@ -23,8 +23,10 @@ class RankBatches:
     unit = 1
 
     def __init__(self, data: Data, run: Sampler) -> None:
-        self._data, self._run = data, run
-        self._share = run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]
+        self._data = data
+        self._run = run
+        # Ranks of one share, as those of a tensor or pipeline axis, read the same samples.
+        self._share = (run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE])
 
     def at(self, position: int) -> list[Batch]:
         """The micro-batches at a position in the order of the data."""
@@ -79,22 +81,21 @@ def require_one_data(data: Data) -> None:
     Each rank computes the order of samples from its own data, so samples would repeat or be left out. Of a factory's
     dataset the lengths are compared, because its items may be random.
     """
-    every: list[tuple[int, str, str]] = [(0, "", "")] * dist.get_world_size()
+    # (samples, fingerprint, host) by rank. All ranks compare the same list, so all raise or none does.
+    by_rank: list[tuple[int, str, str]] = [(0, "", "")] * dist.get_world_size()
     fingerprint = data.fingerprint if data.tokenizer else ""
-    dist.all_gather_object(every, (data.train_sequences, fingerprint, socket.gethostname()))
-    other = next((rank for rank, own in enumerate(every) if own[:2] != every[0][:2]), None)
+    dist.all_gather_object(by_rank, (data.train_sequences, fingerprint, socket.gethostname()))
+    other = next((rank for rank, identity in enumerate(by_rank) if identity[:2] != by_rank[0][:2]), None)
     if other is None:
         return
-    counts = every[0][0], every[other][0]
-    equal = counts[0] == counts[1]
-    why = (
-        "their tokens differ"
-        if equal
-        else f"rank 0 has {counts[0]:,} training samples, this one {counts[1]:,}"
-    )
+    expected = by_rank[0][0]
+    count, _, host = by_rank[other]
+    if count == expected:
+        why = "their tokens differ"
+    else:
+        why = f"rank 0 has {expected:,} training samples, this one {count:,}"
     fix = "give every node the same files and tokenizer, or a folder that all share"
-    where = f"rank {other} on {every[other][2]}"
-    raise DataError("the ranks read different data", where=where, why=why, fix=fix)
+    raise DataError("the ranks read different data", where=f"rank {other} on {host}", why=why, fix=fix)
 
 
 def require_vocabulary(blueprint: Blueprint, data: Data, fix: str = "") -> None:

@@ -33,10 +33,11 @@ def evaluate(run: Run, batches: Sequence[Batch], predictions: Predictions | None
     with generators_kept(run.device):
         seed_step(0, 0, run.random_rank)
         total = run.passes.evaluate(_Marked(batches, predictions))
+        # Experts without room have left out tokens: the loss counts only when all of them had room.
         while run.exceeded():
             total = run.passes.evaluate(_Marked(batches, predictions))
     run.model.train()
-    loss_sum, targets = total.tolist()
+    loss_sum, targets = total.tolist()  # waits for the device
     return loss_sum / targets if targets else math.nan
 
 
@@ -64,10 +65,11 @@ def best_of(recipe: Recipe, best: Best | None, step: int, values: Mapping[str, f
     Raises:
         RecipeError: the evaluation has no such metric.
     """
-    asked, wanted = recipe.checkpoint.best, recipe.checkpoint.best_metric
-    if asked is None or wanted is None or not values:
+    spelled = recipe.checkpoint.best  # with its mode, such as max:accuracy
+    metric = recipe.checkpoint.best_metric
+    if spelled is None or metric is None or not values:
         return best
-    name, greater = wanted
+    name, greater = metric
     if name not in values:
         known = ", ".join(values)
         raise RecipeError(
@@ -76,10 +78,8 @@ def best_of(recipe: Recipe, best: Best | None, step: int, values: Mapping[str, f
     value = values[name]
     if not math.isfinite(value):
         return best
-    if (
-        best is not None
-        and best.metric == asked
-        and not (value > best.value if greater else value < best.value)
-    ):
-        return best
-    return Best(asked, step, value)
+    if best is not None and best.metric == spelled:
+        improved = value > best.value if greater else value < best.value
+        if not improved:
+            return best
+    return Best(spelled, step, value)

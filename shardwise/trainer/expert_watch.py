@@ -20,7 +20,7 @@ class ExpertWatch:
     def see(self, result: StepResult) -> None:
         """Add a step that was not void."""
         if result.expert_load is not None:
-            self._sum = result.expert_load + (0 if self._sum is None else self._sum)
+            self._sum = result.expert_load + (0 if self._sum is None else self._sum)  # [layers, experts]
             self._steps += 1
 
     def collect(self) -> ExpertsRecord | None:

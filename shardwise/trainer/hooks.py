@@ -77,9 +77,14 @@ class Hooks:
         self, named: Sequence[tuple[str, Any]], rank: int, silent: Sequence[tuple[str, Any]] = ()
     ) -> None:
         """``silent`` are further callbacks of this rank, which ask for nothing."""
-        here = [(n, callback) for n, callback in named if rank == 0 or getattr(callback, "every_rank", False)]
-        self._named = [*here, *silent]
-        self.listening, self.may_ask = bool(self._named), bool(named)
+        called = [
+            (name, callback)
+            for name, callback in named
+            if rank == 0 or getattr(callback, "every_rank", False)
+        ]
+        self._named = [*called, *silent]
+        self.listening = bool(self._named)
+        self.may_ask = bool(named)  # equal on all ranks, as their collectives need it
         self._asked: set[str] = set()
 
     def asked(self) -> tuple[bool, ...]:
@@ -103,12 +108,13 @@ class Hooks:
         self._call(method, values)
 
     def _call(self, method: str, values: Values) -> list[tuple[str, Any]]:
-        functions = [
-            (name, function)
-            for name, callback in self._named
-            if (function := getattr(callback, method, None))
-        ]
-        return [(name, _answered(name, method, function, dict(values))) for name, function in functions]
+        answers: list[tuple[str, Any]] = []
+        for name, callback in self._named:
+            function = getattr(callback, method, None)
+            if function:
+                # A copy for each, so that no callback changes the values of the next.
+                answers.append((name, _answered(name, method, function, dict(values))))
+        return answers
 
 
 def open_callbacks(targets: Sequence[str], key: str = "callbacks") -> list[tuple[str, Any]]:
@@ -117,17 +123,18 @@ def open_callbacks(targets: Sequence[str], key: str = "callbacks") -> list[tuple
     Raises:
         RecipeError: one cannot be imported or made.
     """
-    made = []
+    callbacks: list[tuple[str, Any]] = []
+    methods = [name for name in vars(Callback) if name.startswith("on_")]
     for target in targets:
         callback = resolve(target, key)
-        methods = [name for name in vars(Callback) if name.startswith("on_")]
+        # A class makes the callback, because its methods need an instance; so does a function without these methods.
         if isinstance(callback, type) or not any(hasattr(callback, name) for name in methods):
             callback = _answered(target, "__init__", callback)
         if not any(hasattr(callback, name) for name in methods):
             why = f"it has none of {', '.join(methods)}"
             raise RecipeError("this is no callback", where=f"{key}: {target}", why=why)
-        made.append((target, callback))
-    return made
+        callbacks.append((target, callback))
+    return callbacks
 
 
 def _answered(name: str, method: str, function: Callable[..., Any], *values: Any) -> Any:

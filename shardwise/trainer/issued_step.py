@@ -42,6 +42,7 @@ class IssuedStep:
     ) -> IssuedStep:
         """Start to copy what a step yielded to the host."""
         device = result.loss.device
+        # The copies are asynchronous, into pinned memory; ``wait`` tells when they are there.
         copies: dict[str, Any] = {
             name: host_copy(value) if isinstance(value, Tensor) else value
             for name, value in vars(result).items()
@@ -64,10 +65,11 @@ class StepFlags:
 
     def __init__(self, skips: bool) -> None:
         self._skips = skips
-        self._flags = dict[int, Tensor]()
+        self._flags: dict[int, Tensor] = {}  # by index of the step
 
     def add(self, index: int, agreed: Tensor) -> Tensor:
         """The flags of a step that has been issued, with ``agreed`` of now."""
+        # A void step is known after the next one was issued. Run again, it reads the flags of the step before it.
         self._flags = {n: flags for n, flags in self._flags.items() if n >= index - 2}
         before = self._flags.get(index)
         self._flags[index] = agreed if before is None else agreed.maximum(before)
@@ -76,7 +78,7 @@ class StepFlags:
     def skip(self, index: int) -> Tensor | None:
         """1 if the step before was asked to leave this update out, else 0; None if nothing can have asked."""
         before = self._flags.get(index - 1)
-        return before[-1] if self._skips and before is not None else None
+        return before[-1] if self._skips and before is not None else None  # the last of ASKS is SKIP
 
     def taken(self, first: int) -> frozenset[str]:
         """What callbacks asked for with the steps from ``first`` on, which the run does not go on from.

@@ -89,7 +89,8 @@ class Trainer:
     """
 
     def __init__(self, job: Job) -> None:
-        recipe, strategy = job.recipe, job.plan.strategy
+        recipe = job.recipe
+        strategy = job.plan.strategy
         self.job = job
         self.stopping = StopRequest(job.device)
         self.blueprint: Blueprint = blueprint_of(recipe)
@@ -99,12 +100,12 @@ class Trainer:
         callbacks = open_callbacks(recipe.callbacks)
         named = recipe.trackers if dist.get_rank() == 0 else ()
         tracking = Tracking(named, job.folder, warn) if named else None
-        own = recipe.optimizer if recipe.optimizer.factory else None
-        convolves, minimises = self.blueprint.objective is None, self.blueprint.minimises
-        warm_kernels(job.device, strategy, own, convolves=convolves, objective=minimises)
+        library = recipe.optimizer if recipe.optimizer.factory else None
+        convolves = self.blueprint.objective is None  # a user's own module may have any layers
+        warm_kernels(job.device, strategy, library, convolves=convolves, objective=self.blueprint.minimises)
         # This imports the model's code before the level of memory is taken.
         self._trained, self._frozen = self.blueprint.parameter_counts()
-        self.meter = MemoryMeter(job.device, job.exact_memory)
+        self.meter = MemoryMeter(job.device, job.exact_memory)  # from here on memory counts
         after_each_check(self.meter.forget)
         self.run = build(recipe, self.blueprint, strategy, job.device)
         with_precomputed(self.run, self.data, say)
@@ -150,8 +151,8 @@ class Trainer:
             Preempted: a rank was asked to stop, and the run is saved.
             OutOfMemory: this rank ran out of memory; ``oom.json`` is written.
         """
-        job, steps = self.job, self.job.recipe.steps
-        if self.state.step >= steps:
+        job = self.job
+        if self.state.step >= job.recipe.steps:
             self._end_again()
             return
         if self._frozen:
@@ -165,21 +166,20 @@ class Trainer:
             )
             self.saver.wait()
         self.recovery.close()
-        if self.job.recipe.checkpoint.best is not None and self.state.best is None:
-            warn(f"no best checkpoint: {self.job.recipe.checkpoint.best} was finite in no evaluation")
-        timed = self.stopwatch.collect(), self.phases.collect()
+        if job.recipe.checkpoint.best is not None and self.state.best is None:
+            warn(f"no best checkpoint: {job.recipe.checkpoint.best} was finite in no evaluation")
+        timed = self.stopwatch.collect(), self.phases.collect()  # collective, as is the end of the log
         self.log.end(self.meter.peak, self.state, *timed, self.gradients.collect(), self.experts.collect())
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Tell the callbacks of the start and of the end of the block."""
-        job, before = self.job, self.state.step
+        job = self.job
         about = {"folder": str(job.folder), "recipe": job.recipe.model_dump(mode="json")}
         where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         plan = job.plan.as_dict() if self.hooks.listening else {}
-        self.hooks.call(
-            "on_start", {**about, **where, "plan": plan, "step": before, "steps": job.recipe.steps}
-        )
+        progress = {"step": self.state.step, "steps": job.recipe.steps}
+        self.hooks.call("on_start", {**about, **where, "plan": plan, **progress})
         try:
             yield
         except BaseException as error:
@@ -219,15 +219,13 @@ class Trainer:
 
     def _end_again(self) -> None:
         """All steps are done: write what an earlier process was killed before it wrote."""
-        folder, recipe = self.job.folder, self.job.recipe
+        job = self.job
         checkpoint = self._checkpoints / f"step-{self.state.step}"
-        left = on_rank_0(lambda: left_to_write(recipe, folder, checkpoint))
-        say(
-            f"{self.state.step} of {recipe.steps} steps are done"
-            + (f"; writing {' and '.join(left)}" if left else "")
-        )
+        left = on_rank_0(lambda: left_to_write(job.recipe, job.folder, checkpoint))
+        writing = f"; writing {' and '.join(left)}" if left else ""
+        say(f"{self.state.step} of {job.recipe.steps} steps are done{writing}")
         if ADAPTER in left:
-            leave(self.run, folder, checkpoint)
+            leave(self.run, job.folder, checkpoint)
         if REPORT in left:
             self.log.end(self.meter.peak, self.state, None)
 
@@ -252,9 +250,10 @@ class Trainer:
         self.run.passes.begin(source, self.state.step)
         for index in range(self.state.step, self.job.recipe.steps):
             before, self._pending = self._pending, self._issue(index, source)
+            # Only now, when the device has the next step to do, does the host wait for results of the one before.
             asked = frozenset[str]() if before is None else self._finish(before)
             self.meter.after_step()
-            self._asked |= asked - {SKIP}
+            self._asked |= asked - {SKIP}  # the next step has read that flag on the device
             if (index + 1) % self.batches.unit == 0 and (self._asked or self.pauses.after(index)):
                 self._pause(self._pending, self._asked)
                 self._asked = frozenset()
@@ -303,13 +302,14 @@ class Trainer:
         Raises Rewound, RunAgain or NumericsError.
         """
         pending.wait()
-        result, seconds = pending.result, pending.seconds
+        result = pending.result  # on the host: the calls below do not wait
         for sentence in newly_replaced():
             warn(sentence)
         require_capacity(self.run, pending)
         self.experts.see(result)
-        loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
-        skipped, rewinds, scale = bool(result.skipped), self.state.rewinds or None, float(result.loss_scale)
+        loss, norm, scale = float(result.loss), float(result.grad_norm), float(result.loss_scale)
+        tokens = int(result.tokens)
+        skipped = bool(result.skipped)
         self.state = replace(self.state, step=pending.index + 1, tokens=self.state.tokens + tokens)
         record = StepRecord(
             step=self.state.step,
@@ -317,16 +317,16 @@ class Trainer:
             grad_norm=norm,
             learning_rate=learning_rate(self.job.recipe, pending.index),
             tokens=tokens,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            processed_per_second=self.job.plan.step.tokens / seconds,
+            seconds=pending.seconds,
+            tokens_per_second=tokens / pending.seconds,
+            processed_per_second=self.job.plan.step.tokens / pending.seconds,
             loss_scale=scale if self.run.loss_scale.active else None,
             peak_bytes=self.meter.peak.allocated,
             skipped=skipped,
             held_out_loss=losses.get(""),
             held_out_losses={name: loss for name, loss in losses.items() if name} or None,
             metrics=metrics or None,
-            rewinds=rewinds,
+            rewinds=self.state.rewinds or None,
             gradient_noise=noise,
             **loads(self.run, result),
             compile_seconds=pending.compiling or None,
@@ -338,8 +338,7 @@ class Trainer:
             figures = {"held_out_loss": record.held_out_loss, "held_out_losses": record.held_out_losses or {}}
             self.hooks.call("on_evaluate", {"step": self.state.step, **figures, "metrics": dict(metrics)})
         faulty = skipped and not (math.isfinite(loss) and math.isfinite(norm))  # else a callback asked for it
-        observed = ObservedStep(pending.index, loss, norm, faulty, scale)
-        self.state = self.recovery.see(self.state, observed)
+        self.state = self.recovery.see(self.state, ObservedStep(pending.index, loss, norm, faulty, scale))
         if not self._watched:
             watch(self.job.recipe.watchdog)
             self._watched = True
@@ -347,8 +346,9 @@ class Trainer:
 
     def _pause(self, pending: IssuedStep, asked: frozenset[str]) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
-        index, recipe, noise = pending.index, self.job.recipe, None
+        index = pending.index
         losses, metrics = dict[str, float](), dict[str, float]()
+        noise: GradientNoise | None = None
         pending.wait()
         require_capacity(self.run, pending)
         pending.seconds += self.log.lap()[0]
@@ -357,14 +357,14 @@ class Trainer:
         evaluates = (self.pauses.evaluates(index) or last or EVALUATE in asked) and not stop
         if evaluates:
             for name in self.batches.validation_sets:
-                own = None if name else self.predictions
-                losses[name] = evaluate(self.run, self.batches.validation(name), own)
+                predictions = None if name else self.predictions  # own metrics are of the run's own data
+                losses[name] = evaluate(self.run, self.batches.validation(name), predictions)
                 if not name:
                     metrics = self._metrics()
-        if evaluates and recipe.evaluation.noise_scale:
+        if evaluates and self.job.recipe.evaluation.noise_scale:
             noise = gradient_noise(self.run, self.batches.at(self.state.position(index + 1)))
         self._finish(pending, losses, metrics, noise)
-        self._pending = None
+        self._pending = None  # read already: the loop must not finish it again
         suspicious = self.state.guard.burst is not None
         improved = False if suspicious else self._improved(self._by_name(losses, metrics))
         if self.pauses.saves(index, stop or last, suspicious) or SAVE in asked or improved:
@@ -372,7 +372,7 @@ class Trainer:
         if last and not stop:
             say(f"a callback ended the run after step {index + 1}")
             self._ended = True
-        if stop and index + 1 < recipe.steps:
+        if stop and index + 1 < self.job.recipe.steps:
             self.saver.wait()
             again = "run the same command to go on"
             say(f"stopped on request: saved step {index + 1}; {again}")

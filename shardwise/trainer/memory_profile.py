@@ -35,16 +35,20 @@ def allocations_of(profiled: profile) -> SnapshotEntry:
     sizes: dict[int, int] = {}
     for pointer, size, _ in changes:
         sizes[pointer] = max(abs(size), sizes.get(pointer, 0))
-    places = dict(zip(sorted(sizes), accumulate((0, *(sizes[key] for key in sorted(sizes)))), strict=False))
+    # Addresses in the segment, one pointer after the other, each with room for its largest allocation.
+    pointers = sorted(sizes)
+    ends = accumulate(sizes[pointer] for pointer in pointers)
+    addresses = {pointer: end - sizes[pointer] for pointer, end in zip(pointers, ends, strict=True)}
     trace: list[SnapshotEntry] = []
     living: dict[int, SnapshotEntry] = {}
     early: Counter[int] = Counter()  # frees that are in the trace before their events
     for pointer, size, frames in changes:
-        entry = {"addr": places[pointer], "size": abs(size), "stream": 0, "frames": frames}
+        entry = {"addr": addresses[pointer], "size": abs(size), "stream": 0, "frames": frames}
         freed = None
         if size > 0:
             freed = living.get(pointer)
-            early[pointer] += freed is not None
+            if freed is not None:
+                early[pointer] += 1
         elif early[pointer]:
             early[pointer] -= 1
         else:

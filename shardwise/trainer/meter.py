@@ -26,7 +26,9 @@ from shardwise.hardware.kinds import kind_of
 EXACT_STEPS = 3
 """Optimizer steps that run with large frees returned at once, and give the peak."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+"""Parameters of mallopt, from glibc's malloc.h."""
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -52,9 +54,11 @@ class MemoryMeter:
             self._module.reset_peak_memory_stats(device)
             self._level = self._files = 0
         else:
+            # Frees that glibc holds back would be part of the level, and the run would reuse them unmeasured.
             return_large_frees(True)
             _reset_high_water_mark()
-            self._level, self._files = _status("VmRSS"), _status("RssFile")
+            self._level = _status("VmRSS")
+            self._files = _status("RssFile")
 
     def after_step(self) -> None:
         """Sample the first EXACT_STEPS optimizer steps, or all of them if ``exact``."""
@@ -116,6 +120,6 @@ def _status(key: str) -> int:
 def _reset_high_water_mark() -> None:
     """Lower VmHWM to the present memory (Linux). In containers that forbid it, the mark only rises."""
     try:
-        _CLEAR_REFS.write_text("5")
+        _CLEAR_REFS.write_text("5")  # see proc(5): 5 resets the high-water mark and nothing else
     except OSError:
         return

@@ -42,13 +42,14 @@ class MetricsFile:
             aside = path.with_name(f"damaged-{path.name}")
             write_whole(aside, raw)
             warn(f"{path.name} has lines that are no records of steps; they are in {aside.name} only")
-        kept = _until(resumed, [(line, record) for line, record in lines if record is not None])
-        content = b"".join(line + b"\n" for line, _ in kept)
+        trained = _until(resumed, [(line, record) for line, record in lines if record is not None])
+        content = b"".join(line + b"\n" for line, _ in trained)
         if content != raw:
             write_whole(path, content)
+        # Buffered by line: a killed process loses at most the line that it was writing.
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self.seconds: list[float] = []
-        self.before = [record for _, record in kept]
+        self.before = [record for _, record in trained]
 
     def write(self, metrics: StepRecord) -> None:
         values = {key: value for key, value in plain(metrics).items() if value is not None}
@@ -65,7 +66,7 @@ class MetricsFile:
 
 def _records(raw: bytes) -> Iterator[tuple[bytes, StepRecord | None]]:
     """The whole lines of a file with their records; None for a line that is no record."""
-    for line in raw.split(b"\n")[:-1]:
+    for line in raw.split(b"\n")[:-1]:  # after the last newline there is nothing, or half a line
         if line.strip():
             try:
                 yield line, checked(line, StepRecord)
@@ -77,7 +78,8 @@ def _until(step: int, lines: list[_Line]) -> list[_Line]:
     """The lines up to the last line of ``step``; without such a line, the lines of earlier steps."""
     steps = [record.step for _, record in lines]
     if step in steps:
-        return lines[: len(steps) - steps[::-1].index(step)]
+        after_last = len(steps) - steps[::-1].index(step)  # a rewound run has several lines of a step
+        return lines[:after_last]
     return [line for line, number in zip(lines, steps, strict=True) if number <= step]
 
 

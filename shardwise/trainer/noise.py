@@ -30,6 +30,7 @@ def gradient_noise(run: Run, batches: Sequence[Batch]) -> GradientNoise:
     measured = [_gradient(run, [batch]) for batch in batches]
     counted = [(square, tokens) for square, tokens in measured if tokens]
     square, tokens = _gradient(run, batches)
+    # These passes belong to no step: routers must not react to the tokens that experts got in them.
     if (load := run.options.expert_load) is not None:
         load.forget()
     return GradientNoise(
@@ -44,10 +45,11 @@ def _gradient(run: Run, batches: Sequence[Batch]) -> tuple[float, int]:
     """The squared norm of the gradient of the mean loss of these micro-batches, and their valid targets."""
     with run.update.suspended():
         tokens, _ = run.passes.forward_backward(batches)
-        while run.exceeded():  # the room of experts
+        while run.exceeded():  # the room of experts; the gradients of this pass lack some tokens
             run.optimizer.zero_grad(set_to_none=True)
             tokens, _ = run.passes.forward_backward(batches)
     square = square_sum(run.own_parameters(), run.device, run.ranks_of)
     dist.all_reduce(square, group=run.verdict_group)
     run.optimizer.zero_grad(set_to_none=True)
+    # The gradients are scaled as the loss is, so their squares are by the square of the scale.
     return float(square / run.loss_scale.value**2), int(tokens)

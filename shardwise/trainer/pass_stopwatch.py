@@ -40,25 +40,20 @@ class Stopwatch:
     def collect(self) -> PassesRecord | None:
         """The passes of one copy's ranks, in seconds from the first; None if all hold equal blocks. Collective."""
         run = self._run
-        axis = run.options.place
-        if axis is None or self._spans is None:
+        place = run.options.place
+        if place is None or self._spans is None:
             return None
-        rank, world = dist.get_rank(), dist.get_world_size()
-        stride = run.layout.stride(axis.axis)
-        mine = self._spans.read() if rank % stride == 0 else []
-        every: list[Any] = [mine] * world
-        dist.all_gather_object(every, mine)
-        first = min(begin for spans in every for _, begin, _ in spans)
-        return PassesRecord(
-            self._index + 1,
-            tuple(
-                RankPasses(
-                    position * stride,
-                    tuple(
-                        (action.kind, action.stage, action.micro_batch, begin - first, end - first)
-                        for action, begin, end in every[position * stride]
-                    ),
-                )
-                for position in range(axis.ranks)
-            ),
-        )
+        # Ranks 0, stride, 2 stride, ... hold the parts of the first copy of the model, which the report shows.
+        stride = run.layout.stride(place.axis)
+        passes = self._spans.read() if dist.get_rank() % stride == 0 else []
+        by_rank: list[Any] = [passes] * dist.get_world_size()
+        dist.all_gather_object(by_rank, passes)
+        start = min(begin for spans in by_rank for _, begin, _ in spans)
+        ranks: list[RankPasses] = []
+        for rank in range(0, place.ranks * stride, stride):
+            spans = tuple(
+                (action.kind, action.stage, action.micro_batch, begin - start, end - start)
+                for action, begin, end in by_rank[rank]
+            )
+            ranks.append(RankPasses(rank, spans))
+        return PassesRecord(self._index + 1, tuple(ranks))

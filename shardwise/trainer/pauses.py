@@ -32,6 +32,7 @@ class Pauses:
             suspicious: whether the guard suspects a spike. A checkpoint then waits until the spike is over.
         """
         due = self._save_delayed or self._due(index, self._recipe.checkpoint.every)
+        # A run that stops, or ends, saves in any case: nothing comes after it that could end the spike.
         self._save_delayed = due and suspicious and not stop and index + 1 < self._recipe.steps
         return stop or (due and not self._save_delayed)
 

@@ -40,20 +40,21 @@ class PhaseStopwatch:
     def __init__(self, run: Run, first: int) -> None:
         self._device = run.device
         self._first = first + BEFORE
+        # Only where collectives block does a clock around an operation tell the seconds of its communication.
         blocks = kind_of(run.device).is_host and run.context.layout.world_size > 1
         left = run.recipe.steps - self._first - 1 - _ENOUGH
         count = max(0, min(_COMMUNICATION, left)) if blocks else 0
-        self._sending = range(self._first + 1, self._first + 1 + count)
-        self._running: deque[PhaseClock] = deque()
-        self._spent: deque[Mapping[str, float]] = deque(maxlen=_STEPS_KEPT)
-        self._sent: list[dict[str, float]] = []
+        self._communication_steps = range(self._first + 1, self._first + 1 + count)
+        self._running: deque[PhaseClock] = deque()  # of steps that the device may not have done yet
+        self._phases: deque[Mapping[str, float]] = deque(maxlen=_STEPS_KEPT)  # seconds of each step
+        self._communication: list[dict[str, float]] = []  # seconds of each step in communication, by phase
         self._steps = 0
 
     @contextmanager
     def over(self, index: int) -> Iterator[None]:
         """Enclose the step ``index``, counted from 0."""
-        if index in self._sending:
-            self._sent.append({})
+        if index in self._communication_steps:
+            self._communication.append({})
             with OperationClock(self._record, communicates):
                 yield
         elif index >= self._first:
@@ -67,11 +68,11 @@ class PhaseStopwatch:
             yield
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
-        sent = self._sent[-1]
-        sent[current_phase()] = sent.get(current_phase(), 0.0) + seconds
+        by_phase = self._communication[-1]
+        by_phase[current_phase()] = by_phase.get(current_phase(), 0.0) + seconds
 
     def _read(self) -> None:
-        self._spent.append(self._running.popleft().read())
+        self._phases.append(self._running.popleft().read())
         self._steps += 1
 
     def collect(self) -> PhasesRecord | None:
@@ -83,27 +84,28 @@ class PhaseStopwatch:
             self._read()
         if not self._steps:
             return None
-        mine = self._seconds()
-        every: list[Any] = [mine] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        return PhasesRecord(self._first + 1, every[0], tuple(every), self._steps)
+        seconds = self._seconds()
+        by_rank: list[Any] = [seconds] * dist.get_world_size()
+        dist.all_gather_object(by_rank, seconds)
+        return PhasesRecord(self._first + 1, by_rank[0], tuple(by_rank), self._steps)
 
     def _seconds(self) -> dict[str, float]:
-        spent, sent = _medians(self._spent), _medians(self._sent)
-        for phase, waited in sent.items():
-            spent[phase] = max(0.0, spent.get(phase, 0.0) - waited)
-        sampling = [step["rollout"] for step in self._spent if "rollout" in step]
-        # Steps that train on the same rollout share its seconds, as in the plan.
-        rollout = {"rollout": sum(sampling) / len(self._spent)} if sampling else {}
-        spent.pop("rollout", None)
-        seconds = {
-            **rollout,
-            "forward": spent.pop("forward", 0.0),
-            "backward": spent.pop("backward", 0.0),
-            "optimizer": sum(spent.values()),
-        }
-        if sent:
-            seconds["communication"] = sum(sent.values())
+        phases = _medians(self._phases)
+        communication = _medians(self._communication)
+        # They are of different steps, so a difference may be below 0.
+        for phase, waited in communication.items():
+            phases[phase] = max(0.0, phases.get(phase, 0.0) - waited)
+        seconds: dict[str, float] = {}
+        sampling = [step["rollout"] for step in self._phases if "rollout" in step]
+        if sampling:
+            # Steps that train on the same rollout share its seconds, as in the plan.
+            seconds["rollout"] = sum(sampling) / len(self._phases)
+        phases.pop("rollout", None)
+        seconds["forward"] = phases.pop("forward", 0.0)
+        seconds["backward"] = phases.pop("backward", 0.0)
+        seconds["optimizer"] = sum(phases.values())  # with the clip, and the setup before the forward pass
+        if communication:
+            seconds["communication"] = sum(communication.values())
         return seconds
 
 

@@ -49,6 +49,7 @@ def with_precomputed(run: Run, data: Data, say: Say) -> None:
     if not names:
         return
     recipe = run.recipe
+    # All that the values follow from, except the samples.
     model = (
         fingerprint_of(run.model, trained=True),
         recipe.model.model_dump_json(),
@@ -65,16 +66,17 @@ def with_precomputed(run: Run, data: Data, say: Say) -> None:
 
 def _computed(run: Run, dataset: Dataset, numbers: Sequence[int], path: Path, say: Say) -> ByName:
     """The values of the samples with these numbers, from the cache where it has them."""
-    values = [_read_values(path, list(run.objective.precomputed())) if dist.get_rank() == 0 else {}]
-    dist.broadcast_object_list(values, device=run.device)
-    known = values[0]
-    first = next(iter(known.values()))
-    missing = [number for number in numbers if number not in first]
+    # What rank 0 reads counts for all: their own caches may differ, and passes need the same samples everywhere.
+    box = [_read_values(path, list(run.objective.precomputed())) if dist.get_rank() == 0 else {}]
+    dist.broadcast_object_list(box, device=run.device)
+    known = box[0]
+    computed = next(iter(known.values()))  # every name has the same samples
+    missing = [number for number in numbers if number not in computed]
     began = written = time.monotonic()
-    for done in _passed(run, dataset, missing):
-        for part in done:
-            for name, of in part.items():
-                known[name].update(of)
+    for by_rank in _passed(run, dataset, missing):
+        for values in by_rank:
+            for name, values_of_name in values.items():
+                known[name].update(values_of_name)
         if dist.get_rank() == 0 and time.monotonic() > written + _WRITTEN:
             written = time.monotonic()
             _write_values(path, known)
@@ -87,25 +89,25 @@ def _computed(run: Run, dataset: Dataset, numbers: Sequence[int], path: Path, sa
 
 def _passed(run: Run, dataset: Dataset, numbers: Sequence[int]) -> Iterator[list[ByName]]:
     """The values of all samples, some micro-batches after the other, of every rank."""
-    share = run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]
     function = partial(run.objective.of_reference, run.blueprint)
-    slots = deal(len(numbers), *share)
+    # All ranks have as many micro-batches: the last ones have padding, which is None.
+    slots = deal(len(numbers), run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE])
     for start in range(0, len(slots), _EXCHANGED):
         indices = [
             [None if s is None else numbers[s] for s in row] for row in slots[start : start + _EXCHANGED]
         ]
         batches = [run.local_batch(_on_device(batch_of(dataset, rows), run.device)) for rows in indices]
-        mine: ByName = {}
+        values: ByName = {}
         for name, part in run.objective.precomputed().items():
             parts = list(map(part, batches))
             results = run.passes.forward_only(parts, function)
             while run.exceeded():  # the room of experts
                 results = run.passes.forward_only(parts, function)
-            mine[name] = dict(_by_sample(indices, batches, results))
+            values[name] = dict(_by_sample(indices, batches, results))
         heartbeat.mark()
-        everyone: list[ByName] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        yield everyone
+        by_rank: list[ByName] = [{}] * dist.get_world_size()
+        dist.all_gather_object(by_rank, values)
+        yield by_rank
 
 
 def _by_sample(
@@ -115,11 +117,13 @@ def _by_sample(
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """The values of the units that each sample has."""
     for rows, batch, result in zip(indices, batches, results, strict=True):
-        if result is None:
+        if result is None:  # this rank has not the last stage of a pipeline
             continue
-        units = batch["present"].sum(1).tolist()
+        units = batch["present"].sum(1).tolist()  # of each sample; the row is padded to the largest number
         values = result.double().cpu().numpy()
-        yield from ((n, values[at, : units[at]]) for at, n in enumerate(rows) if n is not None)
+        for row, number in enumerate(rows):
+            if number is not None:
+                yield number, values[row, : units[row]]
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
@@ -132,17 +136,18 @@ def _read_values(path: Path, names: Sequence[str]) -> ByName:
     try:
         with np.load(path, allow_pickle=False) as file:
             numbers = file["numbers"].tolist()
+            # The rows of all samples are one array of each name; ``units`` says how many each sample has.
             ends = np.cumsum(file["units"])[:-1]
-            return {n: dict(zip(numbers, np.split(file[n], ends), strict=True)) for n in names}
+            return {name: dict(zip(numbers, np.split(file[name], ends), strict=True)) for name in names}
     except (OSError, KeyError, ValueError, EOFError, BadZipFile):
         return empty
 
 
 def _write_values(path: Path, values: ByName) -> None:
     numbers = sorted(next(iter(values.values())))
-    rows = {name: [of[number] for number in numbers] for name, of in values.items()}
+    rows = {name: [by_number[number] for number in numbers] for name, by_number in values.items()}
     units = [len(row) for row in next(iter(rows.values()))]
     content = io.BytesIO()
-    arrays = {name: np.concatenate(of) for name, of in rows.items()}
+    arrays = {name: np.concatenate(rows_of_name) for name, rows_of_name in rows.items()}
     np.savez(content, allow_pickle=False, numbers=np.array(numbers), units=np.array(units), **arrays)
     store(path, content.getvalue())

@@ -48,6 +48,7 @@ class Predictions:
         self._run = run
         # Ranks that differ only along other axes compute the same predictions.
         self._shares = run.layout.number(dist.get_rank(), lambda axis: not axis.samples) == 0
+        # Predictions are gathered as objects in host memory; NCCL would copy them to the device and back.
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._parts: list[Part] = []
 
@@ -70,7 +71,10 @@ class Predictions:
             if not results:
                 raise self._error("there are no predictions", "the loss did not call the module itself")
             position = index * self._run.data_degree + self._run.data_rank
-            part = (position, _on_host(results[0] if len(results) == 1 else tuple(results)), _on_host(batch))
+            # A loss may call the module several times: then there are as many results.
+            result = results[0] if len(results) == 1 else tuple(results)
+            part = (position, _on_host(result), _on_host(batch))
+        # Ranks without a part take part too, because the gather is collective.
         gathered: list[Part | None] = [part]
         if dist.get_world_size() > 1:
             gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
@@ -82,6 +86,7 @@ class Predictions:
         return on_rank_0(self._computed)
 
     def _computed(self) -> dict[str, float]:
+        # In the order of the samples, whatever the number of ranks.
         parts = sorted(self._parts, key=lambda part: part[0])
         self._parts = []
         if not parts:
@@ -104,9 +109,11 @@ class Predictions:
     def _whole(self, parts: Sequence[Any]) -> Any:
         """The same structure with the tensors of all parts in one: joined along the samples, numbers stacked."""
         flat = [tree_flatten(part) for part in parts]
+        # One row for each leaf of the structure, with that leaf of every part.
         rows = zip(*(leaves for leaves, _ in flat), strict=True)
+        structure = flat[0][1]
         try:
-            return tree_unflatten([_joined(row) for row in rows], flat[0][1])
+            return tree_unflatten([_joined(row) for row in rows], structure)
         except (RuntimeError, TypeError) as error:
             why = f"predictions of micro-batches do not join: {error}"
             raise self._error("there are no metrics of these predictions", why) from error

@@ -70,7 +70,10 @@ class Profiling:
             self._warn(f"the profile of step {step} is not written: {type(error).__name__}: {first}")
 
     def _profiler(self) -> profile:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        activities = [ProfilerActivity.CPU]
+        if self._cuda:
+            activities.append(ProfilerActivity.CUDA)
+        # On CUDA the allocator records stacks by itself.
         stacks = self._memory and not self._cuda
         return profile(
             activities=activities, record_shapes=stacks, profile_memory=self._memory, with_stack=stacks

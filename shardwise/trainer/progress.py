@@ -54,7 +54,7 @@ class Progressing:
     ) -> None:
         self._console = console or Console(highlight=False)
         self._seconds = seconds
-        self._steps, self._units = steps, units
+        self._steps = steps
         self._last_line = 0.0
         self._line = StepLine(steps, resumed, units)
         self._bar: Live | None = None
@@ -88,9 +88,11 @@ class StepLine:
     """The last step on one line of a terminal: as much of it as there is room for."""
 
     def __init__(self, steps: int, resumed: int, units: Units = TOKENS) -> None:
-        self._steps, self._resumed, self._units = steps, resumed, units
+        self._steps = steps
+        self._resumed = resumed
+        self._units = units
         self._metrics: StepRecord | None = None
-        self._first = (0, 0.0)
+        self._first = (0, 0.0)  # the first step that was shown, and when
         self.left = 0.0
 
     def update(self, metrics: StepRecord, now: float) -> None:
@@ -107,24 +109,28 @@ class StepLine:
         figures = {"step": f"step {metrics.step}/{self._steps}", **figures_of(metrics, self._units)}
         figures["left"] = self._left()
         measures = _measures_last_first(figures)
-        for name in ["peak", *measures] if measures else []:
+        droppable = ["peak", *measures] if measures else []
+        for name in droppable:
             if len("  ".join(figures.values())) > PLAIN_WIDTH:
                 del figures[name]
         return "  ".join(figures.values())
 
     def _left(self) -> str:
-        return f"{f'{self.left:.0f} s' if self.left < 59.5 else format_seconds(self.left)} left"
+        # From 59.5 s on, whole seconds would read "60 s".
+        duration = f"{self.left:.0f} s" if self.left < 59.5 else format_seconds(self.left)
+        return f"{duration} left"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         done = self._resumed if self._metrics is None else self._metrics.step
         figures = {} if self._metrics is None else dict(self._figures(self._metrics))
         head = f"step {done}/{self._steps}"
         order = _drop_order(figures)
+        # Drop one figure after the other, until there is room for the rest, and for a bar if that is not dropped.
         for count in range(len(order) + 1):
             dropped = order[:count]
             text = "  ".join(figure for name, figure in figures.items() if name not in dropped)
             room = options.max_width - 1 - len(head) - len(text) - 3
-            if room >= ("bar" not in dropped) * NARROWEST_BAR:
+            if room >= (0 if "bar" in dropped else NARROWEST_BAR):
                 break
         row = Table.grid(padding=(0, 2, 0, 0))
         cells: list[Text | ProgressBar] = [Text(head, no_wrap=True)]
@@ -142,13 +148,16 @@ class StepLine:
 
 def _drop_order(figures: Mapping[str, str]) -> list[str]:
     """The names of figures, and ``bar``, in the order of DROPPED."""
-    measures = _measures_last_first(figures)
-    return [name for figure in DROPPED for name in (measures if figure == MEASURES else [figure])]
+    order: list[str] = []
+    for figure in DROPPED:
+        order += _measures_last_first(figures) if figure == MEASURES else [figure]
+    return order
 
 
 def _measures_last_first(figures: Mapping[str, str]) -> list[str]:
     """The names of measures, the last one first; those of the step before those of the validation data."""
     last_first = [name for name in reversed(list(figures)) if name.startswith(MEASURES)]
+    # The sort is stable: the order within each of both stays.
     return sorted(last_first, key=lambda name: name.startswith(VALIDATED))
 
 
@@ -178,14 +187,14 @@ def step_in_words(metrics: StepRecord, units: Units = TOKENS) -> str:
 
 def _rates(metrics: StepRecord, units: Units) -> str:
     """Tokens per second; where padding and prompts are computed too, those that are trained on apart; or samples."""
-    trained, processed = metrics.tokens_per_second, metrics.processed_per_second
+    trained = metrics.tokens_per_second
+    processed = metrics.processed_per_second
     if units.read == "samples":
         return f"{processed or 0:,.0f} samples/s"
     if units == TOKENS:
-        if processed is None or trained > 0.95 * processed:
+        if processed is None or trained > 0.95 * processed:  # too little padding to mention
             return f"{trained:,.0f} tokens/s"
         return f"{processed:,.0f} tokens/s, {trained:,.0f} trained"
     rates = [] if processed is None else [f"{processed:,.0f} tokens/s"]
-    return ", ".join(
-        [*rates, f"{trained:,.0f} {units.trained}/s" if trained >= 10 else f"{trained:.2g} {units.trained}/s"]
-    )
+    number = f"{trained:,.0f}" if trained >= 10 else f"{trained:.2g}"
+    return ", ".join([*rates, f"{number} {units.trained}/s"])

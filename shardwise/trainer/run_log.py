@@ -38,11 +38,14 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, plan: Plan, steps: int, resumed: int) -> None:
-        self._folder, self._plan, self._resumed = folder, plan, resumed
+        self._folder = folder
+        self._plan = plan
+        self._resumed = resumed
         self._writes = dist.get_rank() == 0
         self._started = time.perf_counter()
-        self._lap_began = self._started, seconds_compiling()
         self._other_work = OtherWork()
+        self._lap_began = (self._started, seconds_compiling())
+        # The newest evaluation, of an earlier process too: the report has it even if this one evaluates nothing.
         self.validation_loss: float | None = None
         self._set_losses: Mapping[str, float] = {}
         self._values: Mapping[str, float] = {}
@@ -66,9 +69,12 @@ class RunLog:
 
     def lap(self) -> tuple[float, float]:
         """Seconds since the last call, without those of compiling kernels, and of compiling."""
-        began, compiled = self._lap_began
-        now, compiling = self._lap_began = time.perf_counter(), seconds_compiling()
-        return now - began - (compiling - compiled), compiling - compiled
+        began, compiling_before = self._lap_began
+        now = time.perf_counter()
+        compiling_until_now = seconds_compiling()
+        self._lap_began = (now, compiling_until_now)
+        compiling = compiling_until_now - compiling_before
+        return now - began - compiling, compiling
 
     def step(self, record: StepRecord) -> None:
         """Log a step."""
@@ -112,14 +118,15 @@ class RunLog:
             experts: their load.
         """
         here = socket.gethostname()
-        own = peak, here, self._other_work.own_seconds()
+        own = (peak, here, self._other_work.own_seconds())
         ranks = [own] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
+        dist.all_gather_object(ranks, own)  # collective, so before the other ranks return
         if not self._writes:
             return
         self.close()
         self._metrics.close()
         plan = self._plan
+        # This process has made no step if an earlier one was killed after the last step.
         seconds = self._metrics.seconds or [record.seconds for record in self._metrics.before]
         outcome = Outcome(
             ranks=tuple(

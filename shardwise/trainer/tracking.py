@@ -61,9 +61,11 @@ class Tracking(Callback):
     """
 
     def __init__(self, names: Sequence[str], folder: Path, warn: Callable[[str], None]) -> None:
-        self._folder, self._warn = folder, warn
+        self._folder = folder
+        self._warn = warn
         self._kinds: dict[str, type[RunTracker]] = {}
         self._open: dict[str, RunTracker] = {}
+        # Tasks of the thread, in order; None ends it.
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="trackers", daemon=True)
         for name in names:
@@ -74,8 +76,8 @@ class Tracking(Callback):
         self._queue.put(lambda: self._begin(run))
 
     def on_step(self, step: Values) -> None:
-        numbers = series(step)
         number = step["step"]
+        numbers = series(step)
         self._each(lambda tracker: tracker.log(number, numbers))
 
     def on_save(self, saved: Values) -> None:
@@ -106,7 +108,7 @@ class Tracking(Callback):
 
     def _each(self, do: Callable[[RunTracker], None]) -> None:
         def task() -> None:
-            for name, tracker in list(self._open.items()):
+            for name, tracker in list(self._open.items()):  # a copy: a tracker that fails is taken out
                 self._guarded(name, partial(do, tracker))
 
         self._queue.put(task)
@@ -133,7 +135,9 @@ def series(step: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in {**step, **inner}.items()
-        if isinstance(value, int | float) and name != "step" and math.isfinite(value)
+        if isinstance(value, int | float)
+        and name != "step"
+        and math.isfinite(value)  # bool is an int: 0 or 1
     }
 
 

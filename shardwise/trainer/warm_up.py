@@ -33,7 +33,9 @@ from shardwise.trainer.meter import return_large_frees
 _FULL_BLOCKS = (512, 384, 8192)
 """Of a product [m, k] [k, n] in 30 ms: MKL packs up to 384 rows and 8,192 columns of the right matrix. RssAnon grows by
 12.6 MiB in fp32 and 15.2 in fp64 (Intel with AMX), by 2 to 7 MiB where another dimension is the largest."""
-_ROWS, _NARROW = 1024, 256
+_ROWS = 1024
+_NARROW = 256
+"""Of a product [rows, narrow] [narrow, rows], which sums over few columns, as a layer of a small model does."""
 
 
 def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
@@ -43,7 +45,7 @@ def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
     """
     sharing = layout.ranks(lambda axis: axis.within_layer)
     dividing = layout.ranks(lambda axis: bool(axis.layers))
-    heads = math.lcm(4, 2 * sharing)
+    heads = math.lcm(4, 2 * sharing)  # there are half as many KV heads, which ``sharing`` must divide, too
     model: dict[str, object] = {
         "layers": layers,
         "width": max(64, 8 * heads),
@@ -80,18 +82,19 @@ def warm_kernels(
     """
     if kind_of(device).is_host:
         return_large_frees(True)
-    alone = strategy.with_values(micro_batch_size=1)
-    layout = layout_of(alone, dist.get_world_size())
-    layers = max(2, stages_of(alone))
+    small_strategy = strategy.with_values(micro_batch_size=1)
+    layout = layout_of(small_strategy, dist.get_world_size())
+    layers = max(2, stages_of(small_strategy))
     recipe = _tiny(layout, layers, optimizer or OptimizerSpec())
     try:
-        run = build(recipe, blueprint_of(recipe), alone, device)
+        run = build(recipe, blueprint_of(recipe), small_strategy, device)
     except RecipeError:
         if optimizer is None:
             raise
         warm_kernels(device, strategy, convolves=convolves, objective=objective)
         return
     tokens = torch.zeros((1, recipe.data.sequence_length), dtype=torch.int64, device=device)
+    # Two micro-batches and two steps: the first of each makes what the second reuses.
     batches = [{"input_ids": tokens, "labels": tokens}] * 2
     run.passes.begin(ListedBatches([batches] * recipe.steps), 0)
     for _ in range(recipe.steps):
@@ -106,7 +109,7 @@ def warm_kernels(
     if isinstance(objective, SamplingObjective):
         objective.warm_up(run)
     del run
-    gc.collect()
+    gc.collect()  # modules and hooks refer to each other, so counting references does not free the model
     if not kind_of(device).is_host:
         torch.get_device_module(device).empty_cache()
 

@@ -52,20 +52,20 @@ def build_optimizer(
     groups = groups_of(model, spec.weight_decay, rate_ratio)
     rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
     device = trainable[0].device if trainable else torch.device("cpu")
-    if (
-        offload is not None
-        and trainable
-        and (hosted or has_separate_host_memory(device) or offload.folder is not None)
-    ):
-        with host_memory():
-            host_rule = _rule(spec, seed, torch.device("cpu"), rounded)
-        if hosted and offload.folder is None:
-            return HostOptimizer(groups, host_rule)
-        rule = host_rule if hosted else _rule(spec, seed, device, rounded)
-        chosen = share_of(trainable, offload.fraction)
-        staged = has_separate_host_memory(device) and not hosted
-        return OffloadedOptimizer(groups, rule, host_rule, chosen, offload.folder, staged)
-    return Optimizer(groups, _rule(spec, seed, device, rounded))
+    if offload is None or not trainable:
+        return Optimizer(groups, _rule(spec, seed, device, rounded))
+    if not (hosted or has_separate_host_memory(device) or offload.folder is not None):
+        # Device memory is host memory, and there is no disk: offload has nowhere to go.
+        return Optimizer(groups, _rule(spec, seed, device, rounded))
+    with host_memory():
+        host_rule = _rule(spec, seed, torch.device("cpu"), rounded)
+    if hosted and offload.folder is None:
+        # Weights, gradients and state are in one memory: there is nothing to stage.
+        return HostOptimizer(groups, host_rule)
+    rule = host_rule if hosted else _rule(spec, seed, device, rounded)
+    chosen = share_of(trainable, offload.fraction)
+    copies = has_separate_host_memory(device) and not hosted
+    return OffloadedOptimizer(groups, rule, host_rule, chosen, offload.folder, staged=copies)
 
 
 def groups_of(
@@ -88,7 +88,7 @@ def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     if spec.name == "sgd":
         fused = FusedSGD(spec.momentum)
-        names = ("momentum",) if spec.momentum else ()
+        names = ("momentum",) if spec.momentum else ()  # plain SGD keeps no moment
     eight_bit = spec.name == "adamw_8bit"
     if not rounded and not eight_bit:
         return fused

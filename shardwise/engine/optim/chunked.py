@@ -40,23 +40,23 @@ class ChunkedRule:
         untouched = skip > 0
         for chunk in chunks:
             step = chunk.state[STEP]
-            weights = as_rows(chunk.weight)
+            weights = as_rows(chunk.weight)  # [rows, rest], as the gradient and the moments
             grads = chunk.grad.view_as(weights)
             moments = {name: as_rows(moment) for name, moment in chunk.state.items() if name != STEP}
             keys = self._position_keys(chunk, weights) if weights.dtype == torch.bfloat16 else None
             for rows in widened_rows(weights):
                 state = {STEP: step, **{name: moment[rows] for name, moment in moments.items()}}
-                first = chunk.first + rows.start
+                first = chunk.first + rows.start  # in the local shard
                 stored = weights[rows]
                 read = self._updated(Chunk(chunk.parameter, first, stored, grads[rows], state), rate, skip)
                 for name in self.names:
                     self.moments.write(state, name, read.state[name], untouched)
-                if read.weight is not stored:
+                if read.weight is not stored:  # fp32 weights have been updated in place
                     narrow = read.weight.to(stored.dtype)
                     if keys is not None:
                         narrow = to_bf16(read.weight, random_bits(keys[0][rows], keys[1]))
                     stored.copy_(torch.where(untouched, stored, narrow))
-            step += 1 - skip
+            step += 1 - skip  # once for all rows
 
     def _updated(self, stored: Chunk, rate: Rate, skip: Tensor) -> Chunk:
         """The chunk in fp32, or wider where its weights are, after an update."""
@@ -80,6 +80,7 @@ def _positions(parameter: Tensor, rows: slice, device: torch.device) -> tuple[Te
     """Row and column indices, in the whole parameter, of rows [rows, rest] of the local shard, int64."""
     first, *rest = local_slices(parameter) or (slice(0, 1),)
     row = torch.arange(first.start + rows.start, first.start + rows.stop, device=device)
+    # The further dims are flattened: the column of (i, j, k) is (i * size_j + j) * size_k + k, with the whole sizes.
     column = torch.zeros(1, dtype=torch.int64, device=device)
     for span, size in zip(rest, parameter.shape[1:], strict=True):
         column = (column[:, None] * size + torch.arange(span.start, span.stop, device=device)).flatten()

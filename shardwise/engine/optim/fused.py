@@ -67,7 +67,7 @@ class FusedSGD:
     def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
         weights = [c.weight for c in chunks]
         if rate.weight_decay:
-            # The decay is a kernel of its own, which knows nothing of ``found_inf``.
+            # The decay is a kernel of its own, which knows nothing of ``found_inf``: in a skipped update it is by 1.
             applied = 1 - skip.to(weights[0].dtype)
             foreach_mul_(weights, 1 - rate.learning_rate * rate.weight_decay * applied)
         sgd(

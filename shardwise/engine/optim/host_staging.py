@@ -38,8 +38,9 @@ class Staging:
         self._device = device
         self._down = torch.Stream(device) if streams else None
         self._up = torch.Stream(device) if streams else None
-        self._came: list[torch.Event | None] = [None] * SLOTS
-        self._went: list[torch.Event | None] = [None] * SLOTS
+        # By slot: the ends of its last copies in and out. None on the CPU, where a copy is over when it returns.
+        self._copied_in: list[torch.Event | None] = [None] * SLOTS
+        self._copied_out: list[torch.Event | None] = [None] * SLOTS
 
     def begin(self) -> None:
         """Make later fetches wait for the kernels issued so far."""
@@ -52,27 +53,27 @@ class Staging:
             carve(self._weights[slot], 0, weight.shape, weight.dtype),
             carve(self._grads[slot], 0, grad.shape, grad.dtype),
         )
-        went = self._went[slot]
-        # The last chunk of this slot may still be on its way back.
-        if self._down is not None and went is not None:
-            self._down.wait_event(went)
+        copied_out = self._copied_out[slot]
+        # The last chunk of this slot may still be on its way back. The stream waits for that, not the host.
+        if self._down is not None and copied_out is not None:
+            self._down.wait_event(copied_out)
         with _on_stream(self._down):
             buffers[0].copy_(weight, non_blocking=True)
             buffers[1].copy_(grad, non_blocking=True)
-        self._came[slot] = self._down.record_event() if self._down is not None else None
+        self._copied_in[slot] = self._down.record_event() if self._down is not None else None
         return buffers
 
     def wait(self, slot: int) -> None:
         """Wait until the last fetch into a slot is complete. The host waits nowhere else."""
         # The CPU computes on the buffers, so the host has to wait, but for this copy only.
-        if (came := self._came[slot]) is not None:
-            came.synchronize()
+        if (copied_in := self._copied_in[slot]) is not None:
+            copied_in.synchronize()
 
     def send(self, slot: int, buffer: Tensor, weight: Tensor) -> None:
         """Start to copy updated weights back."""
         with _on_stream(self._up):
             weight.copy_(buffer, non_blocking=True)
-        self._went[slot] = self._up.record_event() if self._up is not None else None
+        self._copied_out[slot] = self._up.record_event() if self._up is not None else None
 
     def end(self) -> None:
         """Make later kernels wait for all sends."""

@@ -59,9 +59,12 @@ class LibraryOptimizer(Optimizer):
         late: Mapping[str, float] = {},
         one_by_one: bool | None = None,
     ) -> None:
-        self._make, self._rate, self._one_by_one = make, rate, one_by_one
+        self._make = make
+        self._rate = rate
+        self._one_by_one = one_by_one
         self._build()
         parameters = [{"params": part.parameters} for part in self.parts]
+        # Not Optimizer's: there is no update rule, and the state comes from the rehearsal.
         torch.optim.Optimizer.__init__(self, parameters, {})
         self._states: dict[nn.Parameter, ParameterState] = {}
         for part in self.parts:
@@ -86,7 +89,7 @@ class LibraryOptimizer(Optimizer):
             state.loaded()
 
     def step(self, skip: Tensor) -> None:  # type: ignore[override]
-        if not bool(1 - skip):
+        if not bool(1 - skip):  # waits for the device, once per step
             return
         for state in self._states.values():
             state.forget()
@@ -115,9 +118,8 @@ def made_by(named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> list[torc
         raise failed(spec, "must be a torch.optim.Optimizer", TypeError(f"it made {type(result).__name__}"))
     members = [id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]]
     if sorted(members) != sorted(id(p) for p in named.values()):
-        count = (
-            f"it holds {len(set(members))} of {len(named)}, {len(members) - len(set(members))} of them twice"
-        )
+        twice = len(members) - len(set(members))
+        count = f"it holds {len(set(members))} of {len(named)}, {twice} of them twice"
         raise failed(spec, "must hold every trained parameter once", ValueError(count))
     return made
 

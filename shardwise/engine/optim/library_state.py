@@ -34,7 +34,7 @@ NUMBERS = "python.numbers"
 def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """An optimizer, and those in its attributes: a Lookahead has the one that it wraps."""
     every = [optimizer]
-    for member in every:
+    for member in every:  # the list grows while it is read, so wrappers of wrappers are opened too
         every += [v for v in vars(member).values() if isinstance(v, torch.optim.Optimizer) and v not in every]
     return every
 
@@ -96,6 +96,7 @@ class Owner:
         for key in self.names():
             if key not in before:
                 del self.values[key]
+        # Copied again: ``before`` is written for every parameter, and the optimizer changes tensors in place.
         self.values.update({key: _copied(value) for key, value in before.items()})
 
 
@@ -107,10 +108,9 @@ def group_owner(group: dict[str, Any]) -> Owner:
 def common_owners(optimizers: Sequence[torch.optim.Optimizer]) -> list[Owner]:
     """Values of the whole optimizer: attributes, and state of no parameter."""
     attributes = [Owner(vars(optimizer), skips=_is_of_torch) for optimizer in optimizers]
-    return [
-        *attributes,
-        *(Owner(optimizer.state, skips=lambda key: isinstance(key, Tensor)) for optimizer in optimizers),
-    ]
+    # Some libraries keep values of the whole run in ``state``, under keys that are no parameters.
+    states = [Owner(optimizer.state, skips=lambda key: isinstance(key, Tensor)) for optimizer in optimizers]
+    return [*attributes, *states]
 
 
 def _is_of_torch(attribute: str) -> bool:
@@ -136,30 +136,38 @@ def is_number(leaf: Any) -> bool:
 
 # ---- numbers ----------------------------------------------------------------------------------------------
 
-_ABSENT, _OTHER = object(), object()
-"""In the place of a value that does not exist, and of one of another form, which is not stored."""
+_ABSENT = object()
+"""In the place of a value that does not exist."""
+_OTHER = object()
+"""In the place of a value of another form, which is not stored."""
 _CONSTANT, _NOTHING, _NONE, _BOOL, _INT, _FLOAT, _ELEMENT, _TENSOR = map(float, range(8))
 """Kinds of values: one that does not change, none, None, numbers, a tensor of one element, a tensor of a state."""
 
 
 def _encoded(leaf: Any, is_state: bool) -> tuple[float, float]:
     """(kind, value)."""
-    if leaf is _ABSENT or leaf is None:
-        return (_NONE if leaf is None else _NOTHING), 0.0
+    if leaf is None:
+        return _NONE, 0.0
+    if leaf is _ABSENT:
+        return _NOTHING, 0.0
     if isinstance(leaf, Tensor) and is_state:
         return _TENSOR, 0.0
     if not is_number(leaf):
         return _CONSTANT, 0.0
     if isinstance(leaf, Tensor):
         return _ELEMENT, float(leaf)
-    return (_BOOL if isinstance(leaf, bool) else _INT if isinstance(leaf, Integral) else _FLOAT), float(leaf)
+    if isinstance(leaf, bool):  # before int, of which bool is a subclass
+        return _BOOL, float(leaf)
+    return (_INT if isinstance(leaf, Integral) else _FLOAT), float(leaf)
 
 
 def _decoded(kind: float, value: float, like: Any) -> Any:
     if kind == _ELEMENT:
         return torch.full_like(like, value)
+    if kind == _NONE:
+        return None
     numbers: dict[float, Callable[[float], Any]] = {_BOOL: bool, _INT: int, _FLOAT: float}
-    return None if kind == _NONE else numbers[kind](value) if kind in numbers else like
+    return numbers[kind](value) if kind in numbers else like
 
 
 # ---- the state of one parameter ---------------------------------------------------------------------------
@@ -197,13 +205,15 @@ class ParameterState:
     """
 
     def __init__(self, parameter: nn.Parameter, owners: Sequence[Owner], locally: bool) -> None:
-        self._parameter, self._locally = parameter, locally
+        self._parameter = parameter
+        self._locally = locally
         self._entries: list[_Entry] = []
         for number, owner in enumerate(owners):
             for key in sorted(owner.names(), key=str):  # the same order in every process
                 leaves, spec = tree_flatten(owner.values[key])
                 forms = [self._form(x) if owner.is_state and isinstance(x, Tensor) else x for x in leaves]
                 self._entries.append(_Entry(number, key, spec, forms))
+        # A row for the entry itself, which may not exist, and one for each of its leaves: (kind, value, has moved).
         rows = sum(1 + len(entry.leaves) for entry in self._entries)
         # fp64 holds floats of Python, and integers up to 2^53, exactly.
         self._numbers = torch.zeros(rows, 3, dtype=torch.float64)
@@ -230,6 +240,7 @@ class ParameterState:
             (kind, value, float((kind, value) != start))
             for (kind, value), start in zip(self._rows(), self._start, strict=True)
         ]
+        # Into the same tensor: a checkpoint or a snapshot writes into it, and ``loaded`` reads it.
         self._numbers.copy_(torch.tensor(rows, dtype=torch.float64).view(-1, 3))
         tensors = {
             name: self._buffer(name, leaf, form)
@@ -243,16 +254,17 @@ class ParameterState:
         rows = iter(zip(self._numbers.tolist(), self._start, strict=True))
         for entry in self._entries:
             owner = self._owners[entry.owner]
-            (exists, _), *kinds = [
+            # Outside of a state, a value that has not moved is a hyperparameter: that of the recipe counts.
+            (exists, _), *encoded = [
                 (kind, value) if owner.is_state or moved else start
                 for (kind, value, moved), start in islice(rows, 1 + len(entry.leaves))
             ]
             if exists == _NOTHING:
                 if entry.key in owner.values:
                     del owner.values[entry.key]
-            elif owner.is_state or any(kind != _CONSTANT for kind, _ in kinds):
-                present = zip(entry.names(), self._leaves(entry), entry.leaves, kinds, strict=True)
-                leaves = [self._leaf(*arguments) for arguments in present]
+            elif owner.is_state or any(kind != _CONSTANT for kind, _ in encoded):
+                arguments = zip(entry.names(), self._leaves(entry), entry.leaves, encoded, strict=True)
+                leaves = [self._leaf(*leaf_arguments) for leaf_arguments in arguments]
                 owner.values[entry.key] = tree_unflatten(leaves, entry.spec)
 
     def _leaf(self, name: str, present: Any, known: Any, encoded: tuple[float, float]) -> Any:
@@ -290,6 +302,7 @@ class ParameterState:
     def _form(self, tensor: Tensor) -> _Form:
         piece = local(tensor)
         divided = isinstance(self._parameter, DTensor) and piece.ndim > 0
+        # An optimizer on shards makes state of the shard's shape: plain tensors, which are parts of the whole state.
         same = divided and self._locally and piece.shape == local(self._parameter).shape
         return _Form(piece.shape, piece.dtype, piece.device, isinstance(tensor, DTensor) or same)
 

@@ -81,12 +81,12 @@ class EightBit:
     def read(self, state: dict[str, Tensor], name: str) -> Tensor:
         if f"{name}_scale" not in state:
             return self._wide.read(state, name)
-        codes = state[name]
-        scale = state[f"{name}_scale"]
+        codes = state[name]  # [rows, columns]
+        scale = state[f"{name}_scale"]  # [rows, blocks]
         value = self._codes[_signed(name)].decoded(codes)
-        for block, its in _blocks(value, scale):
-            block.mul_(its)
-        return value if _signed(name) else value.square_()
+        for block, block_scale in _blocks(value, scale):
+            block.mul_(block_scale)
+        return value if _signed(name) else value.square_()  # the second moment is stored as its root
 
     def write(self, state: dict[str, Tensor], name: str, value: Tensor, skip: Tensor) -> None:
         if f"{name}_scale" not in state:
@@ -94,11 +94,14 @@ class EightBit:
         codes = state[name]
         scale = state[f"{name}_scale"]
         value = value.to(torch.float32)
-        value = value if _signed(name) else value.sqrt_()
+        if not _signed(name):
+            value = value.sqrt_()
         largest = torch.empty_like(scale)
-        for block, its in _blocks(value, largest):
-            its.copy_(torch.maximum(block.amax(-1, keepdim=True), -block.amin(-1, keepdim=True)))
-            block.div_(its.clamp(min=torch.finfo(torch.float32).tiny))
+        for block, magnitude in _blocks(value, largest):
+            # The largest magnitude of a block, without a copy of the block as ``abs`` would make it.
+            magnitude.copy_(torch.maximum(block.amax(-1, keepdim=True), -block.amin(-1, keepdim=True)))
+            # A block of zeros has the scale 0, and 0 / 0 is NaN.
+            block.div_(magnitude.clamp(min=torch.finfo(torch.float32).tiny))
         codes.copy_(torch.where(skip, codes, self._codes[_signed(name)].encoded(value)))
         scale.copy_(torch.where(skip, scale, largest))
 
@@ -114,6 +117,7 @@ class DynamicCode:
         least = _least_of_cells()
         codes = torch.bucketize(least, borders)
         self._values = values.to(device)
+        # By cell: the code of its smallest float, and the border to the next code, which may be within the cell.
         self._first = codes.to(torch.uint8).to(device)
         self._border = nn.functional.pad(borders, (0, 1), value=torch.inf)[codes].to(device)
 
@@ -165,7 +169,9 @@ def _scales_of(parameter: nn.Parameter) -> Tensor:
     Raises RecipeError if tensor parallelism splits a row within a block.
     """
     piece = local(parameter)
-    columns, whole = _columns(piece), _columns(parameter)
+    columns = _columns(piece)
+    whole = _columns(parameter)
+    # Whole rows may end with a shorter block. Rows that are cut within a block would share its scale across ranks.
     if columns % MOMENTS_BLOCK and columns != whole:
         raise RecipeError(
             "adamw_8bit cannot keep this model's moments",
@@ -173,7 +179,7 @@ def _scales_of(parameter: nn.Parameter) -> Tensor:
             why=f"{MOMENTS_BLOCK} neighbours in a row share a scale, and rows of {whole} are split into {columns}",
             fix="use another degree, or optimizer.name: adamw",
         )
-    rows = piece.shape[0] if piece.numel() else 0
+    rows = piece.shape[0] if piece.numel() else 0  # more ranks than rows: some have an empty shard
     zeros = torch.zeros((rows, -(-columns // MOMENTS_BLOCK)), dtype=torch.float32, device=piece.device)
     return distributed_as(parameter, zeros, -(-whole // MOMENTS_BLOCK))
 

@@ -40,6 +40,7 @@ def square_sum(
 
     ``ranks_of`` tells how many ranks hold the same shard of a gradient.
     """
+    # Grouped, so that one multi-tensor kernel takes the norms of many shards.
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -47,6 +48,7 @@ def square_sum(
     pieces = [piece for group in by_copies.values() for piece in group]
     wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
     total = torch.zeros((), dtype=wide, device=device)
+    # The all-reduce adds up the copies of a shard, so each rank gives a part of its square.
     for copies in sorted(by_copies):
         total += torch.stack(foreach_norm(by_copies[copies], 2, wide)).square().sum() / copies
     return total

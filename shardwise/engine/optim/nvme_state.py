@@ -20,8 +20,9 @@ from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.optimizer import UpdateRule
 from shardwise.runtime.offload import disk
 
-_numbers = count()
+_numbers = count()  # a process may have several state files: each gets a name of its own
 _BUFFER_ALIGNMENT = 64
+"""Bytes. Tensors of any dtype may begin at such an offset of a slot's buffer."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,16 @@ class StateFile:
         self._name = f"state-{next(_numbers)}"
         self._regions: dict[nn.Parameter, dict[str, Region]] = {}
         self.counts: dict[nn.Parameter, dict[str, Tensor]] = {}
-        end, largest = 0, 0
+        end = 0  # bytes of the file so far
+        largest = 0  # bytes of a buffer
         for parameter in parameters:
+            # The state of one parameter at a time is in memory, for its shapes and dtypes alone.
             state = rule.state(stand_in(parameter))
-            regions = {}
+            regions: dict[str, Region] = {}
             self.counts[parameter] = {STEP: state.pop(STEP)} if STEP in state else {}
             for name, tensor in state.items():
                 regions[name] = region = _region(end, tensor, parameter)
+                # Each moment begins where a memory map can begin: a checkpoint maps it.
                 end += -(-region.bytes // disk.ALIGNMENT) * disk.ALIGNMENT
             self._regions[parameter] = regions
             spans = copied_rows(as_rows(parameter))
@@ -81,8 +85,8 @@ class StateFile:
     def fetch(self, slot: int, parameter: nn.Parameter, rows: slice) -> dict[str, Tensor]:
         """Start to read rows into a slot's buffer, after its last write; the result is valid after ``wait``."""
         self.wait(slot)
-        state = {}
-        start = 0
+        state: dict[str, Tensor] = {}
+        start = 0  # in the slot's buffer, which the moments of a chunk share
         for name, region in self._regions[parameter].items():
             shape = torch.Size((rows.stop - rows.start, region.columns))
             state[name] = carve(self._buffers[slot], start, shape, region.dtype)
@@ -114,6 +118,7 @@ class StateFile:
 
 def _region(offset: int, tensor: Tensor, parameter: nn.Parameter) -> Region:
     rows = as_rows(tensor)
+    # Scales of 8-bit moments have one column for each block of columns of the parameter.
     columns = None if tensor.shape == parameter.shape else tensor.shape[1]
     return Region(offset, local(tensor).shape, tensor.dtype, rows.shape[0], rows.shape[1], columns)
 

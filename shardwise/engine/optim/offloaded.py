@@ -80,32 +80,35 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
-        there = list(parameters)
-        here = [parameter for parameter in there if parameter in self._offloaded]
+        parameters = list(parameters)
+        on_host = [parameter for parameter in parameters if parameter in self._offloaded]
         if self._staging is not None:
             self._staging.begin()
-        verdict = skip.to("cpu") if here else skip
-        if kept := [parameter for parameter in there if parameter not in self._offloaded]:
-            super().update(kept, skip)
-        if here:
+        # The verdict waits for the gradients, not for the device's own updates, which are issued after it.
+        verdict = skip.to("cpu") if on_host else skip
+        if on_device := [parameter for parameter in parameters if parameter not in self._offloaded]:
+            super().update(on_device, skip)
+        if on_host:
             with host_memory():
-                self._update_here(here, verdict)
+                self._update_on_host(on_host, verdict)
 
-    def _update_here(self, parameters: Sequence[nn.Parameter], skip: Tensor) -> None:
+    def _update_on_host(self, parameters: Sequence[nn.Parameter], skip: Tensor) -> None:
+        # Once for each parameter. The rule counts up the scalar of each chunk, which ``_fetch`` makes one lower.
         for parameter in parameters:
             if (count := self.state[parameter].get(STEP)) is not None:
                 count += 1 - skip
         order = [(p, rows) for p in parameters for rows in copied_rows(as_rows(p))]
-        coming = [self._fetch(self._turn, *pair) for pair in order[:1]]
-        for after in range(1, len(order) + 1):
-            piece = coming.pop()
+        fetched = [self._fetch(self._turn, *first) for first in order[:1]]
+        for following in range(1, len(order) + 1):
+            chunk = fetched.pop()
             turn = self._turn
             self._turn += 1
-            if after < len(order):
-                coming.append(self._fetch(self._turn, *order[after]))
+            # Before the host waits for this chunk, the copy of the next one is under way.
+            if following < len(order):
+                fetched.append(self._fetch(self._turn, *order[following]))
             self._wait(turn)
-            self._host_rule.update([piece], self.rate_of(piece.parameter), skip)
-            self._send(turn, piece)
+            self._host_rule.update([chunk], self.rate_of(chunk.parameter), skip)
+            self._send(turn, chunk)
         if self._staging is not None:
             self._staging.end()
 
@@ -114,7 +117,7 @@ class OffloadedOptimizer(Optimizer):
         slot = turn % SLOTS
         parameter_state = self.state[parameter]
         assert parameter.grad is not None
-        weights = as_rows(parameter)
+        weights = as_rows(parameter)  # [rows, rest]
         weight = weights[rows]
         grad = local(parameter.grad).view_as(weights)[rows]
         if self._staging is not None:
@@ -133,19 +136,19 @@ class OffloadedOptimizer(Optimizer):
         if self._file is not None:
             self._file.wait(turn % SLOTS)
 
-    def _send(self, turn: int, piece: Chunk) -> None:
+    def _send(self, turn: int, chunk: Chunk) -> None:
         slot = turn % SLOTS
-        rows = piece.rows
         if self._staging is not None:
-            self._staging.send(slot, piece.weight, as_rows(piece.parameter)[rows])
+            self._staging.send(slot, chunk.weight, as_rows(chunk.parameter)[chunk.rows])
         if self._file is not None:
-            self._file.send(slot, piece.state, piece.parameter, rows)
+            self._file.send(slot, chunk.state, chunk.parameter, chunk.rows)
 
 
 def share_of(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Parameter]:
     """Whole parameters, spread evenly, with at least this fraction of all elements; equal on every rank."""
-    seen = taken = 0
+    seen = taken = 0  # elements
     chosen = []
+    # Taken wherever the share so far is too small: then offloaded and other parameters alternate along the model.
     for parameter in parameters:
         seen += parameter.numel()
         if taken < fraction * seen:

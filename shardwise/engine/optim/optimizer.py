@@ -84,7 +84,6 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
         """Update some parameters, all of which have gradients."""
-        # ``groupby`` joins neighbours only: parameters come in the order of their groups, so each group is one
-        # call.
+        # Not sorted by rate: parameters of a group come in a row, and one call of the rule updates all of them.
         for rate, members in groupby(parameters, key=self.rate_of):
             self._rule.update([whole(p, self.state[p]) for p in members], rate, skip)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -98,6 +99,7 @@ class SteppedOptimizer:
     def __init__(self, made: torch.optim.Optimizer, one_by_one: bool | None = None) -> None:
         self.made = made
         self._optimizers = nested(made)
+        # By identity: a wrapper usually shares the groups of the optimizer that it wraps.
         groups = {id(group): group for optimizer in self._optimizers for group in optimizer.param_groups}
         self.groups = list(groups.values())
         self.parameters: list[nn.Parameter] = [p for group in made.param_groups for p in group["params"]]
@@ -105,12 +107,14 @@ class SteppedOptimizer:
         self.one_by_one = must if one_by_one is None else one_by_one
         self.owners = [*map(group_owner, self.groups), *common_owners(self._optimizers)]
         self.members = list(map(self._member, self.parameters))
+        # After all members are made, because they look for their parameters in the groups.
         stand_ins = {member.parameter: member.stand_in for member in self.members}
         for group in self.groups:
             group["params"] = [stand_ins[p] for p in group["params"]]
 
     def _member(self, parameter: nn.Parameter) -> Member:
         """With the state that the library made when it was built, as Adagrad does."""
+        # ``in`` would compare values: ``==`` of tensors is elementwise.
         indices = [at for at, group in enumerate(self.groups) if any(p is parameter for p in group["params"])]
         stand_in = parameter
         if self.one_by_one or isinstance(parameter, DTensor):
@@ -119,14 +123,12 @@ class SteppedOptimizer:
             for optimizer in self._optimizers:
                 if parameter in optimizer.state:
                     state = optimizer.state.pop(parameter)
-                    optimizer.state[stand_in] = tree_map_only(
-                        DTensor, lambda t: self._own(parameter, t), state
-                    )
-        return Member(
-            parameter, stand_in, indices, [StateOf(optimizer, stand_in) for optimizer in self._optimizers]
-        )
+                    between_steps = partial(self._between_steps, parameter)
+                    optimizer.state[stand_in] = tree_map_only(DTensor, between_steps, state)
+        states = [StateOf(optimizer, stand_in) for optimizer in self._optimizers]
+        return Member(parameter, stand_in, indices, states)
 
-    def _own(self, parameter: nn.Parameter, value: DTensor) -> Tensor:
+    def _between_steps(self, parameter: nn.Parameter, value: DTensor) -> Tensor:
         """A tensor of a state that was made from a DTensor, as this optimizer keeps it between steps."""
         if value.shape != parameter.shape or not value.ndim:
             return value.full_tensor()
@@ -147,7 +149,7 @@ class SteppedOptimizer:
         """
         before = self._read()
         for member in self.members:
-            self._write(before)
+            self._write(before)  # ``group["step"]`` and the like count from the start for each parameter
             with self._only(member):
                 for number in range(steps):
                     self._rehearse(member, number)
@@ -174,6 +176,7 @@ class SteppedOptimizer:
         sharded = [m for m in self.members if m.stand_in is not m.parameter]
         for member in sharded:
             grad = member.parameter.grad
+            # Set anew in each step, because the library may have replaced ``data`` in the last one.
             member.stand_in.data = local_part(member.parameter)
             member.stand_in.grad = None if grad is None else local_part(grad)
         self.made.step()
@@ -183,7 +186,8 @@ class SteppedOptimizer:
 
     def _step_one_by_one(self) -> None:
         before = self._read()
-        after = dict[int, dict[Any, Any]]()
+        # By index of the owner: values after a parameter's call. Those of later calls must be equal.
+        after: dict[int, dict[Any, Any]] = {}
         last = before
         for member in self.members:
             grad = member.parameter.grad
@@ -193,6 +197,7 @@ class SteppedOptimizer:
             with self._only(member):
                 self._update(member, gather(member.parameter), gather(grad))
             last = self._read()
+            # The parameter's own groups, and the values that all parameters share, which come after the groups.
             for at in (*member.groups, *range(len(self.groups), len(last))):
                 _require_same(after.setdefault(at, last[at]), last[at])
         self._write([after.get(at, values) for at, values in enumerate(last)])
@@ -202,22 +207,24 @@ class SteppedOptimizer:
         """Update one whole parameter, and cut it and its state again."""
         parameter = member.parameter
         stand_in = member.stand_in
-        cut = local_slices(member.parameter)
-        stand_in.data, stand_in.grad = weight, grad
+        stand_in.data = weight
+        stand_in.grad = grad
+        # The shards as they were: afterwards the new state is cut into the same memory.
         shards = [{key: tree_flatten(value)[0] for key, value in state.items()} for state in member.states]
         for state in member.states:
             state.update({key: tree_map_only(DTensor, gather, value) for key, value in state.items()})
-        with torch.enable_grad():
+        with torch.enable_grad():  # as in a plain loop: the library's code decides what it records
             self.made.step()
-        _put(stand_in.detach()[cut], local_part(parameter))
+        _put(stand_in.detach()[local_slices(parameter)], local_part(parameter))
         for state, pieces in zip(member.states, shards, strict=True):
             for key, value in list(state.items()):
                 leaves, spec = tree_flatten(value)
                 former = pieces.get(key, [])
-                former = former if len(former) == len(leaves) else [None] * len(leaves)
+                if len(former) != len(leaves):  # the library has made this value in this step
+                    former = [None] * len(leaves)
                 cuts = [_cut(parameter, leaf, old) for leaf, old in zip(leaves, former, strict=True)]
                 state[key] = tree_unflatten(cuts, spec)
-        stand_in.data = _nothing(parameter)
+        stand_in.data = _nothing(parameter)  # frees the whole parameter
         stand_in.grad = None
 
     def _read(self) -> list[dict[Any, Any]]:
@@ -249,6 +256,7 @@ def _with_value(tensor: Any, value: float | None) -> Any:
     """A tensor of one element with another value, which the fake mode of a dry run then knows."""
     if value is None or not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.numel() != 1:
         return tensor
+    # In fake mode ``torch.tensor`` makes a constant. The list is nested to give it its dims.
     values: Any = value
     for _ in range(tensor.ndim):
         values = [values]
@@ -279,8 +287,9 @@ def _require_same(first: dict[Any, Any], other: dict[Any, Any]) -> None:
     for key, value in first.items():
         pairs = zip(tree_flatten(value)[0], tree_flatten(other.get(key))[0], strict=False)
         for a, b in pairs:
-            numbers = isinstance(a, Real) and isinstance(b, Real)
-            if numbers and a != b and not (math.isnan(a) and math.isnan(b)):
+            if not isinstance(a, Real) or not isinstance(b, Real):
+                continue
+            if a != b and not (math.isnan(a) and math.isnan(b)):
                 raise dependent(f"{key} is computed from all parameters")
 
 

@@ -44,8 +44,10 @@ from shardwise.engine.optim.trial_runs import (
 )
 from shardwise.recipe.sections import OptimizerSpec
 
-_ROUNDING, _PROOF = 1e-15, 1e-9
-"""Relative errors of gradients that several ranks sum in fp64, and of an update in a proof."""
+_ROUNDING = 1e-15
+"""Relative error of gradients that several ranks sum in fp64."""
+_PROOF = 1e-9
+"""Largest relative error of an update in a proof."""
 _SAME = 1e-12
 """Relative difference of fp64 results of the same operations, which may be called for several tensors at once."""
 _CONSTANTS = (Tensor, Real, str, torch.dtype, torch.device, type(None))
@@ -131,11 +133,12 @@ def _tried(factory: Any, spec: OptimizerSpec, small: Small) -> Trial:
 
 def _compared(factory: Any, spec: OptimizerSpec, small: Small) -> Trial:
     plain = plain_run(spec, small)
-    steps, draws = _examined(plain)
+    steps, draws = _examined(plain)  # this trains ``plain``
     if different := difference(plain, engine_run(spec, small, steps, one_by_one=False), _limit(small)):
         what = "a resumed run would not continue with this optimizer"
         raise _refused(what, f"{different} differs after saving and loading")
     narrows, amplified = _rounding(factory, spec, small)
+    # One parameter at a time draws other random numbers, so two runs would differ for that alone.
     depends = "" if draws else _dependence(spec, small, steps, narrows)
     late = {path[-2]: float(leaf) for path, leaf in plain.states().items() if _is_float(leaf)}
     return Trial(steps, late, depends, draws, amplified)
@@ -148,13 +151,15 @@ def _examined(plain: TrialRun) -> tuple[int, bool]:
     """
     _refuse_swaps([part.made for part in plain.parts])
     form: dict[ValuePath, Any] = {}
-    steps, draws = 1, False
+    steps = 1
+    draws = False
     for index, step in enumerate(plain_steps(plain), 1):
-        _refuse_own_rates(step.asked, step.rates)
+        _refuse_own_rates(step.given, step.after)
         draws |= step.drew
         former = form
         form = _form(plain.states())
-        steps = index if form != former else steps
+        if form != former:
+            steps = index
         _refuse_new_forms(former, form)
     if steps == STEPS:
         raise _refused("the optimizer makes new state in every step", "the size of its state is not known")
@@ -177,12 +182,12 @@ def _dependence(spec: OptimizerSpec, small: Small, steps: int, narrows: bool) ->
 
 def _alone(spec: OptimizerSpec, small: Small, steps: int, limit: float) -> str:
     plain = plain_run(spec, small)
-    list(plain_steps(plain))
+    list(plain_steps(plain))  # trains it
     try:
         different = difference(plain, engine_run(spec, small, steps, one_by_one=True), limit)
     except DependentUpdate as error:
         return error.why
-    return different and f"{different} differs where each parameter is updated alone"
+    return f"{different} differs where each parameter is updated alone" if different else ""
 
 
 def _limit(small: Small) -> float:
@@ -195,12 +200,13 @@ def _rounding(factory: Any, spec: OptimizerSpec, small: Small) -> tuple[bool, st
     """Whether it computes in few bits; the update that rounding errors of gradients in fp64 change, or ""."""
     with undisturbed(), Narrowing() as narrowing:
         try:
-            exact, moved = plain_run(spec, wide(small)), plain_run(spec, wide(small))
+            exact = plain_run(spec, wide(small))
+            rounded = plain_run(spec, wide(small))
             list(plain_steps(exact))
-            list(plain_steps(moved, _ROUNDING))
+            list(plain_steps(rounded, _ROUNDING))
         except Exception:  # the library's code, which takes no fp64
             return True, ""
-    return narrowing.seen, different_update(exact, moved, _PROOF)
+    return narrowing.seen, different_update(exact, rounded, _PROOF)
 
 
 def _form(states: Mapping[ValuePath, Any]) -> dict[ValuePath, Any]:
@@ -229,8 +235,8 @@ def _refuse_swaps(made: Sequence[torch.optim.Optimizer]) -> None:
             raise _refused(what, "its train() and eval() swap them, and are not called")
 
 
-def _refuse_own_rates(asked: Sequence[float], rates: Sequence[float]) -> None:
-    for before, after in zip(asked, rates, strict=True):
+def _refuse_own_rates(given: Sequence[float], after_step: Sequence[float]) -> None:
+    for before, after in zip(given, after_step, strict=True):
         if before != after:
             why = f"lr is {after:.4g} after a step with {before:.4g}; the schedule sets it before every step"
             raise _refused("the optimizer sets its own learning rate", why)
@@ -238,6 +244,7 @@ def _refuse_own_rates(asked: Sequence[float], rates: Sequence[float]) -> None:
 
 def _refuse_new_forms(former: Mapping[ValuePath, Any], form: Mapping[ValuePath, Any]) -> None:
     """A list of another length, or an entry that is gone, does not fit a checkpoint of fixed form."""
+    # A new entry is fine, because the rehearsal goes on until there is none; a new leaf of an old entry is not.
     keys = {path[:-1] for path in former}
     for path in former.keys() ^ form.keys():
         if path in former or path[:-1] in keys:

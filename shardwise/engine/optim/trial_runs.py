@@ -74,8 +74,8 @@ def plain_run(spec: OptimizerSpec, small: Small) -> TrialRun:
 class PlainStep(NamedTuple):
     """The learning rates of the groups before and after a step, and whether it drew random numbers."""
 
-    asked: list[float]
-    rates: list[float]
+    given: list[float]
+    after: list[float]
     drew: bool
 
 
@@ -104,6 +104,7 @@ def engine_run(spec: OptimizerSpec, small: Small, steps: int, one_by_one: bool) 
     parameters, optimizer = _started(spec, small, steps, one_by_one)
     for index in range(STEPS):
         if index == STEPS // 2 and not one_by_one:
+            # As a checkpoint does it: tensors by name, into an optimizer that is built anew.
             weights = {name: p.detach().clone() for name, p in parameters.items()}
             saved = {n: {k: t.clone() for k, t in optimizer.stored(p).items()} for n, p in parameters.items()}
             parameters, optimizer = _started(spec, small, steps, one_by_one, weights)
@@ -138,10 +139,10 @@ def _started(
 
 def small_like(named: Mapping[str, Tensor]) -> Small:
     """The first parameters of each kind of name, with as many dims as they have."""
-    small = list[tuple[str, tuple[int, ...], torch.dtype]]()
-    alike = Counter[str]()
+    small: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    alike: Counter[str] = Counter()
     for name, parameter in named.items():
-        kind = re.sub(r"(?<![^.])\d+(?![^.])", "#", name)
+        kind = re.sub(r"(?<![^.])\d+(?![^.])", "#", name)  # "layers.3.norm" is "layers.#.norm"
         alike[kind] += 1
         if alike[kind] <= _ALIKE:
             sizes = (*_SIZES, *[_SIZES[-1]] * parameter.ndim)
@@ -167,12 +168,14 @@ def give_gradients(
 
     Generators of random numbers are seeded, too, as the trainer does in every step.
     """
-    steady, chance = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + index)
+    steady = torch.Generator().manual_seed(1)
+    chance = torch.Generator().manual_seed(2 + index)
     # From 1/16 to 16: an optimizer that clips by a norm of its own does so in some of the steps.
     size = 4.0 ** (index % 5 - 2)
     for p in parameters.values():
         direction, noise = (_random_gradient(p.shape, generator) for generator in (steady, chance))
         p.grad = (size * (0.1 * direction + 0.05 * noise)).to(p.dtype)
+        # Drawn without an error too, so that the generator gives the same gradients to both runs.
         p.grad *= 1 + error * torch.randn(p.shape, generator=chance, dtype=p.dtype)
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(parameters.values(), clip_norm)
@@ -183,6 +186,7 @@ def give_gradients(
 
 def _random_gradient(shape: torch.Size, chance: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=chance, dtype=torch.float64)
+    # The product of one column and one row: a matrix of rank 1.
     return torch.outer(values[:, 0], values[0]) if len(shape) == 2 else values
 
 
@@ -211,10 +215,10 @@ class Narrowing(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        taken = (t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
-        if any(t.dtype == torch.float64 for t in taken):
-            made = (t for t in tree_iter(out) if isinstance(t, Tensor))
-            self.seen |= any(t.itemsize < 4 and t.dtype != torch.bool for t in made)
+        operands = (t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
+        if any(t.dtype == torch.float64 for t in operands):
+            results = (t for t in tree_iter(out) if isinstance(t, Tensor))
+            self.seen |= any(t.itemsize < 4 and t.dtype != torch.bool for t in results)
         return out
 
 
@@ -223,9 +227,10 @@ class Narrowing(DispatchMode):
 
 def difference(plain: TrialRun, other: TrialRun, limit: float) -> str:
     """The key of a value, or the name of a parameter, that differs; "" without one."""
-    theirs, ours = plain.contents(), other.contents()
-    for path in sorted(theirs.keys() | ours.keys()):
-        if not _equal(theirs.get(path), ours.get(path), limit):
+    expected = plain.contents()
+    contents = other.contents()
+    for path in sorted(expected.keys() | contents.keys()):
+        if not _equal(expected.get(path), contents.get(path), limit):
             return path[-2]
     return different_update(plain, other, limit)
 

@@ -66,6 +66,7 @@ class Pipelined(ForwardBackward):
             total = torch.zeros((), dtype=torch.float64, device=live.device)
         order = self._pipeline.order(len(batches))
         mail = self._mail(len(batches))
+        # The labels tell the number of targets before the first pass, so all micro-batches have one divisor.
         divisors = dict.fromkeys(range(len(batches)), tokens.clamp(min=1))
         step = Step(live, self._pipeline, dict(enumerate(batches)), divisors, mail)
         step.sees_loss = sees_loss
@@ -79,6 +80,7 @@ class Pipelined(ForwardBackward):
         mail.close()
         self._sum_tied()
         self.most_in_flight = step.most
+        # Only the last stage has computed a loss: the sum over the pipeline is what it has.
         total += step.total
         dist.all_reduce(total, group=live.context.token_group)
         dist.all_reduce(total, group=self._pipeline.group)
@@ -110,24 +112,25 @@ class Pipelined(ForwardBackward):
     ) -> Iterator[tuple[Batch, Tensor | None]]:
         """Each micro-batch after its forward pass, with the function's result; None without the last stage."""
         live = self._live
-        before: Mail | None = None
+        mail_before: Mail | None = None
         for batch in batches:
             mail = self._mail(1, forward_only=True)
-            last = None
+            last_result: Tensor | None = None
             for stage, part in self._pipeline.held.items():
                 action = Action("F", stage, 0)
                 given = batch["input_ids"] if part.first else mail.receive(action, hidden_shape(live, batch))
                 result = stage_of(live, self._pipeline, stage, given, batch, function)
                 if part.last:
-                    last = result
+                    last_result = result
                 else:
                     mail.send(action, result)
-            if before is not None:
-                before.close()
-            before = mail
-            yield batch, last
-        if before is not None:
-            before.close()
+            # One micro-batch late: closing waits until the next rank has received, which would empty the pipeline.
+            if mail_before is not None:
+                mail_before.close()
+            mail_before = mail
+            yield batch, last_result
+        if mail_before is not None:
+            mail_before.close()
 
     def global_sum(self, values: Tensor) -> Tensor:
         total = super().global_sum(values)
@@ -138,12 +141,13 @@ class Pipelined(ForwardBackward):
         """Enough to fill the pipeline plus one in steady state, rounded up to whole groups of interleaved ones."""
         if limit is not None:
             return min(count, limit)
-        turn = self._pipeline.ranks if self._pipeline.stages_per_rank > 1 else 1
+        group = self._pipeline.ranks if self._pipeline.stages_per_rank > 1 else 1
         most = in_flight(self._pipeline.order(count))
-        for fewer in range(turn * -(-(LEAST - 1) // turn), count - turn, turn):
-            # As many activations at the peak as with all micro-batches; one more turn shows the steady state.
-            if in_flight(self._pipeline.order(fewer)) == most:
-                return fewer + turn
+        # The fewest micro-batches that fill the pipeline as all do, in whole groups; then one group more.
+        fewest = group * -(-(LEAST - 1) // group)
+        for filling in range(fewest, count - group, group):
+            if in_flight(self._pipeline.order(filling)) == most:
+                return filling + group
         return count
 
     @torch.no_grad()
@@ -153,11 +157,11 @@ class Pipelined(ForwardBackward):
             return
         for name, parameter in named_parameters(self._live.model):
             if name in self._pipeline.tied and parameter.grad is not None:
-                mine = local(parameter.grad)
-                both = mine.to(self._live.device)  # gradients of offloaded weights are in host memory
-                dist.all_reduce(both, group=self._pipeline.tied_group)
-                if both is not mine:
-                    mine.copy_(both)
+                shard = local(parameter.grad)
+                total = shard.to(self._live.device)  # gradients of offloaded weights are in host memory
+                dist.all_reduce(total, group=self._pipeline.tied_group)
+                if total is not shard:
+                    shard.copy_(total)
 
     def _mail(self, count: int, forward_only: bool = False) -> Mail:
         pipeline = self._pipeline
@@ -183,12 +187,10 @@ def stage_of(
     function: OfLastStage,
 ) -> Tensor:
     """The hidden states that one stage makes of ids or hidden states; of the last stage ``function``'s result."""
-
     live.begin_pass(batch)
     positions = batch.get("positions")
-    if (
-        positions is None and live.options.sequence_shards > 1
-    ):  # what a later part is given does not tell the length
+    if positions is None and live.options.sequence_shards > 1:
+        # A later stage is given a share of the sequence, which does not tell the length.
         positions = torch.arange(batch["input_ids"].shape[1], device=live.device)
     extra = {} if positions is None else {"positions": positions}
 
@@ -197,6 +199,7 @@ def stage_of(
             return function(part, {**batch, "input_ids": given, **extra})
         return live.blueprint.logits(part, given, positions, batch.get("starts"))
 
+    # Through the root module, so that FSDP2's hooks on it run.
     return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, given))
 
 
@@ -240,12 +243,15 @@ class Step:
         divisors: dict[int, Tensor],
         mail: Exchange,
     ) -> None:
-        self.live, self.pipeline, self.batches, self.divisors = live, pipeline, batches, divisors
+        self.live = live
+        self.pipeline = pipeline
+        self.batches = batches
+        self.divisors = divisors
         self.mail = mail
         self.total = torch.zeros((), dtype=torch.float64, device=live.device)
         self.sees_loss: SeesLoss | None = None
-        self._kept: dict[tuple[int, int], _Kept] = {}
-        self.most = 0
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and micro-batch
+        self.most = 0  # forward passes that were kept at once
 
     def do(self, action: Action, last: bool) -> None:
         """``last``: whether no backward pass of its stage follows."""
@@ -265,7 +271,7 @@ class Step:
         if part.first:
             given = batch["input_ids"]
         else:
-            # A leaf of this rank's graph: its gradient is what the stage before gets.
+            # A leaf of this stage's graph: its gradient is what the stage before waits for.
             given = self.mail.receive(action, hidden_shape(live, batch)).requires_grad_()
         with computing(action):
             result = stage_of(live, self.pipeline, action.stage, given, batch, partial(loss_sum, live))
@@ -300,7 +306,7 @@ class Step:
     def _backward(self, action: Action) -> None:
         kept = self._kept.pop((action.stage, action.micro_batch))
         end, gradient = self._end(action, kept)
-        del kept.end
+        del kept.end  # autograd frees the graph as it goes, unless something else holds on to it
         with computing(action):
             torch.autograd.backward(end, gradient)
         # Token ids of the first stage have none.
@@ -313,12 +319,13 @@ class Step:
         end, gradient = self._end(action, kept)
         assert isinstance(end, Tensor)
         if self.pipeline.held[action.stage].first:
-            kept.end, kept.gradient = end, gradient
+            kept.end = end
+            kept.gradient = gradient
             return
         with without_updates(self.live.model), computing(action):
             # Sent before the gradients of weights are made: the stage before waits for it.
-            sent, kept.rest = gradients_of_input(end, gradient, kept.given, self.live.model)
-        self.mail.send(action, sent)
+            input_gradient, kept.rest = gradients_of_input(end, gradient, kept.given, self.live.model)
+        self.mail.send(action, input_gradient)
         del kept.end, kept.given
 
     def _second_half(self, action: Action) -> None:

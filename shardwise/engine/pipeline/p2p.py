@@ -30,21 +30,26 @@ class Mail:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._post, self._channels, self._dtype, self._device = post, channels, dtype, device
-        self._asked = {key: list(messages) for key, messages in post.asked.items()}
-        self._coming: dict[Message, tuple[Tensor, Any]] = {}
+        self._post = post
+        self._channels = channels
+        self._dtype = dtype
+        self._device = device
+        # By sender and channel: messages that are not asked for yet, in the order in which they are sent.
+        self._upcoming = {key: list(messages) for key, messages in post.asked.items()}
+        self._arriving: dict[Message, tuple[Tensor, Any]] = {}
         self._leaving: dict[Message, tuple[Tensor, Any]] = {}
 
     def receive(self, action: Action, shape: tuple[int, ...]) -> Tensor:
         """What ``action`` needs from another rank."""
         sender, message = self._post.received[action]
-        asked = self._asked[sender, message.forward, message.wraps]
-        while message not in self._coming:  # in the order in which they are sent
-            following = asked.pop(0)
+        upcoming = self._upcoming[sender, message.forward, message.wraps]
+        # Receives of a channel match its sends by order, so earlier messages are asked for first.
+        while message not in self._arriving:
+            following = upcoming.pop(0)
             buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
             group = self._channels[following.forward, following.wraps]
-            self._coming[following] = buffer, dist.irecv(buffer, group=group, group_src=sender)
-        buffer, work = self._coming.pop(message)
+            self._arriving[following] = buffer, dist.irecv(buffer, group=group, group_src=sender)
+        buffer, work = self._arriving.pop(message)
         wait_for(work)
         self._let_go(action)
         return buffer

@@ -32,6 +32,7 @@ def without_updates(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # Resharding stays off: the second half needs the weights.
         root.set_requires_gradient_sync(True)
 
 
@@ -52,4 +53,5 @@ def gradients_of_weights(model: nn.Module, rest: list[dict[str, Any]]) -> None:
 
 
 def _trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    # An iterator, as torch's functions declare their argument.
     return iter([parameter for parameter in model.parameters() if parameter.requires_grad])

@@ -39,9 +39,9 @@ def event_line(
     data: Data, event: str, step: int, positions: Iterable[int], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """An event of a step, counted from 1, with the samples at ``positions`` in the order of the data."""
-    places = list(positions)
-    samples = [sample for position in places for sample in data.samples(position)]
-    line = {"event": event, "step": step, "positions": places, **values, "samples": samples}
+    positions = list(positions)
+    samples = [sample for position in positions for sample in data.samples(position)]
+    line = {"event": event, "step": step, "positions": positions, **values, "samples": samples}
     if data.tokenizer is not None:
         line["text"] = [shorten(one_line(data.text(sample)), EXCERPT) for sample in samples[:TEXTS]]
     return line

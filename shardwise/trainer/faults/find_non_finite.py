@@ -69,11 +69,12 @@ def first_non_finite(run: Run, batches: Sequence[Batch]) -> Finding | None:
         warnings.simplefilter("ignore")
         with run.update.suspended():
             run.passes.forward_backward(batches, watch.loss)
+    # Gradients are summed over micro-batches: they count as those of the last one.
     watch.look_at_gradients(len(batches) - 1)
     run.optimizer.zero_grad(set_to_none=True)
-    every: list[Finding | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, watch.found)
-    return min((finding for finding in every if finding is not None), default=None)
+    by_rank: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, watch.earliest)
+    return min((finding for finding in by_rank if finding is not None), default=None)
 
 
 @dataclass
@@ -82,15 +83,16 @@ class _Watch:
 
     model: nn.Module
     place: int
-    found: Finding | None = None
+    earliest: Finding | None = None
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self._at = (0, FORWARD)
-        self._order = 0
+        self._last_checked = (0, FORWARD)  # micro-batch and stage
+        self._order = 0  # of the checks of these
         for name, module in self.model.named_modules():
             short = canonical_name(f"{name}.").removesuffix(".") or type(module).__name__
             handles = [module.register_forward_hook(self._forward_hook(short))]
+            # Leaves only: the hook of an outer module fires after those of all modules in it.
             if not any(module.children()):
                 handles.append(module.register_full_backward_hook(self._backward_hook(short)))
             for handle in handles:
@@ -124,14 +126,15 @@ class _Watch:
         """Keep the finding if it is the earliest by micro-batch, stage and order, whenever it was found."""
         number = current_micro_batch() if micro_batch is None else micro_batch
         assert number is not None, "modules run for a micro-batch"
-        self._order = self._order + 1 if self._at == (number, stage) else 1
-        self._at = number, stage
+        self._order = self._order + 1 if self._last_checked == (number, stage) else 1
+        self._last_checked = (number, stage)
+        # A backward pass goes through the ranks of a pipeline from the last to the first.
         position = -self.place if stage == BACKWARD else self.place
-        here = Finding(number, stage, position, self._order, dist.get_rank(), name)
-        if self.found is not None and self.found < here:
-            return
+        finding = Finding(number, stage, position, self._order, dist.get_rank(), name)
+        if self.earliest is not None and self.earliest < finding:
+            return  # saves the wait for the device
         if not all(value.isfinite().all() for value in values if _has_numbers(value)):
-            self.found = here
+            self.earliest = finding
 
 
 def _has_numbers(value: Any) -> bool:

@@ -36,12 +36,14 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 def is_oom(error: BaseException) -> bool:
     """Whether ``error`` or one of its causes means that device or host memory ran out."""
+    # Without torch in the process there is no error of torch's, so the class is looked up and not imported.
     kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
-    return any(
-        isinstance(cause, kinds)
-        or (isinstance(cause, RuntimeError) and _TEXTS.search(str(cause)) is not None)
-        for cause in _causes(error)
-    )
+    for cause in _causes(error):
+        if isinstance(cause, kinds):
+            return True
+        if isinstance(cause, RuntimeError) and _TEXTS.search(str(cause)) is not None:
+            return True
+    return False
 
 
 def resource_error(
@@ -68,7 +70,7 @@ def requested_bytes(error: BaseException) -> int:
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and its causes."""
-    seen: set[int] = set()
+    seen: set[int] = set()  # causes may form a circle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
@@ -130,11 +132,12 @@ class OomRecord:
 
     def error(self) -> OutOfMemory:
         """The error with which the rank stops."""
-        what, fix = "out of memory with a micro-batch of 1", "shard more, or recompute activations"
-        if not self.is_final:
-            size = self.next_micro_batch_size
+        if self.is_final:
+            what = "out of memory with a micro-batch of 1"
+            fix = "shard more, or recompute activations"
+        else:
             what = "out of memory"
-            fix = f"the same command goes on with micro_batch_size {size}"
+            fix = f"the same command goes on with micro_batch_size {self.next_micro_batch_size}"
         return OutOfMemory(what, where=f"rank {self.rank}, step {self.step}", why=self.request, fix=fix)
 
     def final_error(self, advice: str) -> ResourceError:

@@ -53,9 +53,10 @@ def stop_on_oom(
     # Outside of the handler the error is gone, and with it the activations that its traceback held.
     step, allocated = progress()
     size = plan.strategy[MICRO_BATCH_SIZE]
-    half = 0 if size == 1 else -(-size // 2)
+    half = 0 if size == 1 else -(-size // 2)  # rounded up
     rank = dist.get_rank()
     record = OomRecord(dict(plan.strategy.values), plan.world_size, half, rank, step, allocated, requested)
+    # Before this process ends, because the processes that the launcher then starts read it.
     write_record(folder, record)
     raise record.error()
 

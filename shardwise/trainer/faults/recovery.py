@@ -68,8 +68,13 @@ class Recovery:
         warn: Callable[[str], None],
         heard: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self._run, self._data, self._folder = run, data, folder
-        self._batches, self._saved, self._warn, self._heard = batches, saved, warn, heard
+        self._run = run
+        self._data = data
+        self._folder = folder
+        self._batches = batches
+        self._saved = saved
+        self._warn = warn
+        self._heard = heard
         self._spec = run.recipe.guard
         self._snapshots: Snapshots[TrainState] | None = snapshots_of(run)
         self._events: EventFile | None = None
@@ -126,17 +131,16 @@ class Recovery:
 
     def _rewind(self, state: TrainState, verdict: GuardVerdict, index: int) -> None:
         """Rewind to before the spike and raise Rewound; return if no copy is from before it."""
+        self._saved()  # a background save may still be writing the checkpoint to go back to
         # After the last rewind the run stays at the fault, so that the faulty module can be found.
-        self._saved()
         exhausted = state.rewinds >= self._spec.rewinds
         back = None if exhausted else self._restored(verdict.first, state)
         if exhausted and self._can_go_back(verdict.first):
             event = verdict.event or "spike"
-            why = (
-                f"another {event} after {state.rewinds} rewinds"
-                if state.rewinds
-                else f"{event}, and guard.rewinds is 0"
-            )
+            if state.rewinds:
+                why = f"another {event} after {state.rewinds} rewinds"
+            else:
+                why = f"{event}, and guard.rewinds is 0"
             self._give_up(state, index, why, finite=verdict.event != "torn")
         if back is None:
             self.log("no way back", index, [])
@@ -145,6 +149,7 @@ class Recovery:
         unit = self._batches.unit  # what belongs together is left out together
         first -= first % unit
         last = verdict.last + unit - 1 - verdict.last % unit
+        # By the spans of the abandoned branch: its steps have read the batches at these positions.
         positions = [state.position(step) for step in range(first, last + 1)]
         left_out = merged([*state.left_out, *((position, position + 1) for position in positions)])
         after = replace(back, rewinds=state.rewinds + 1, left_out=left_out)
@@ -181,7 +186,7 @@ class Recovery:
         """Find the first non-finite module and raise NumericsError."""
         self._saved()
         position = state.position(index)
-        finding = None
+        finding: Finding | None = None
         if self._run.synchronous:  # else ranks have read ahead, and cannot run one step alone
             with torch.enable_grad():
                 finding = first_non_finite(self._run, self._batches.at(position))
