@@ -54,9 +54,8 @@ class RunningModule:
     def __enter__(self) -> RunningModule:
         self._handles = [
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(
-                self._leave, always_call=True
-            ),  # also after an error, to pop the stack
+            # Called after an error, too: the stack must lose the module's name.
+            register_module_forward_hook(self._leave, always_call=True),
         ]
         return self
 

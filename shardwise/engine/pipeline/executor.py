@@ -118,8 +118,10 @@ class Pipelined(ForwardBackward):
             last_result: Tensor | None = None
             for stage, part in self._pipeline.held.items():
                 action = Action("F", stage, 0)
-                given = batch["input_ids"] if part.first else mail.receive(action, hidden_shape(live, batch))
-                result = stage_of(live, self._pipeline, stage, given, batch, function)
+                stage_input = (
+                    batch["input_ids"] if part.first else mail.receive(action, hidden_shape(live, batch))
+                )
+                result = stage_of(live, self._pipeline, stage, stage_input, batch, function)
                 if part.last:
                     last_result = result
                 else:
@@ -182,7 +184,7 @@ def stage_of(
     live: LiveModel,
     pipeline: Pipeline,
     stage: int,
-    given: Tensor,
+    stage_input: Tensor,
     batch: Batch,
     function: OfLastStage,
 ) -> Tensor:
@@ -194,13 +196,13 @@ def stage_of(
         positions = torch.arange(batch["input_ids"].shape[1], device=live.device)
     extra = {} if positions is None else {"positions": positions}
 
-    def compute(part: nn.Module, given: Tensor) -> Tensor:
+    def compute(part: nn.Module, stage_input: Tensor) -> Tensor:
         if pipeline.held[stage].last:
-            return function(part, {**batch, "input_ids": given, **extra})
-        return live.blueprint.logits(part, given, positions, batch.get("starts"))
+            return function(part, {**batch, "input_ids": stage_input, **extra})
+        return live.blueprint.logits(part, stage_input, positions, batch.get("starts"))
 
     # Through the root module, so that FSDP2's hooks on it run.
-    return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, given))
+    return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, stage_input))
 
 
 def loss_sum(live: LiveModel, part: nn.Module, batch: Batch) -> Tensor:
@@ -209,13 +211,13 @@ def loss_sum(live: LiveModel, part: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass
-class _Kept:
+class _SavedPass:
     """Of a forward pass, for its backward pass: its input, and its result or the place of that in the graph.
 
     After the first half of the backward pass: what the second needs.
     """
 
-    given: Tensor
+    stage_input: Tensor
     end: Tensor | GradientEdge
     gradient: Tensor | None = None
     rest: Any = None
@@ -250,7 +252,7 @@ class Step:
         self.mail = mail
         self.total = torch.zeros((), dtype=torch.float64, device=live.device)
         self.sees_loss: SeesLoss | None = None
-        self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and micro-batch
+        self._saved: dict[tuple[int, int], _SavedPass] = {}  # by stage and micro-batch
         self.most = 0  # forward passes that were kept at once
 
     def do(self, action: Action, last: bool) -> None:
@@ -269,12 +271,12 @@ class Step:
         batch = self.batches[action.micro_batch]
         part = self.pipeline.held[action.stage]
         if part.first:
-            given = batch["input_ids"]
+            stage_input = batch["input_ids"]
         else:
             # A leaf of this stage's graph: its gradient is what the stage before waits for.
-            given = self.mail.receive(action, hidden_shape(live, batch)).requires_grad_()
+            stage_input = self.mail.receive(action, hidden_shape(live, batch)).requires_grad_()
         with computing(action):
-            result = stage_of(live, self.pipeline, action.stage, given, batch, partial(loss_sum, live))
+            result = stage_of(live, self.pipeline, action.stage, stage_input, batch, partial(loss_sum, live))
         if part.last:
             self.saw(action, result)
             if self.sees_loss is not None:
@@ -283,9 +285,9 @@ class Step:
             self.mail.send(action, result)
         # Hidden states have been sent: the edge keeps their graph without their memory.
         whole = part.last or self.pipeline.splits_backward
-        kept = _Kept(given, result if whole else get_gradient_edge(result))
-        self._kept[action.stage, action.micro_batch] = kept
-        self.most = max(self.most, len(self._kept))
+        saved = _SavedPass(stage_input, result if whole else get_gradient_edge(result))
+        self._saved[action.stage, action.micro_batch] = saved
+        self.most = max(self.most, len(self._saved))
 
     def saw(self, action: Action, loss: Tensor) -> None:
         """The summed loss of a micro-batch, on the last stage."""
@@ -296,42 +298,42 @@ class Step:
         with torch.no_grad():
             return self.mail.receive(action, hidden_shape(self.live, self.batches[action.micro_batch]))
 
-    def _end(self, action: Action, kept: _Kept) -> tuple[Tensor | GradientEdge, Tensor | None]:
+    def _end(self, action: Action, saved: _SavedPass) -> tuple[Tensor | GradientEdge, Tensor | None]:
         """Where the backward pass begins, and with which gradient; None stands for one."""
         if self.pipeline.held[action.stage].last:
-            assert isinstance(kept.end, Tensor)
-            return kept.end / self.divisors[action.micro_batch] * self.live.loss_scale.value, None
-        return kept.end, self._gradient(action)
+            assert isinstance(saved.end, Tensor)
+            return saved.end / self.divisors[action.micro_batch] * self.live.loss_scale.value, None
+        return saved.end, self._gradient(action)
 
     def _backward(self, action: Action) -> None:
-        kept = self._kept.pop((action.stage, action.micro_batch))
-        end, gradient = self._end(action, kept)
-        del kept.end  # autograd frees the graph as it goes, unless something else holds on to it
+        saved = self._saved.pop((action.stage, action.micro_batch))
+        end, gradient = self._end(action, saved)
+        del saved.end  # autograd frees the graph as it goes, unless something else holds on to it
         with computing(action):
             torch.autograd.backward(end, gradient)
         # Token ids of the first stage have none.
-        if kept.given.grad is not None:
-            self.mail.send(action, kept.given.grad)
+        if saved.stage_input.grad is not None:
+            self.mail.send(action, saved.stage_input.grad)
 
     def _first_half(self, action: Action) -> None:
         """The gradient of the stage's input. The first stage has none, so its whole backward pass runs later."""
-        kept = self._kept[action.stage, action.micro_batch]
-        end, gradient = self._end(action, kept)
+        saved = self._saved[action.stage, action.micro_batch]
+        end, gradient = self._end(action, saved)
         assert isinstance(end, Tensor)
         if self.pipeline.held[action.stage].first:
-            kept.end = end
-            kept.gradient = gradient
+            saved.end = end
+            saved.gradient = gradient
             return
         with without_updates(self.live.model), computing(action):
             # Sent before the gradients of weights are made: the stage before waits for it.
-            input_gradient, kept.rest = gradients_of_input(end, gradient, kept.given, self.live.model)
+            input_gradient, saved.rest = gradients_of_input(end, gradient, saved.stage_input, self.live.model)
         self.mail.send(action, input_gradient)
-        del kept.end, kept.given
+        del saved.end, saved.stage_input
 
     def _second_half(self, action: Action) -> None:
-        kept = self._kept.pop((action.stage, action.micro_batch))
+        saved = self._saved.pop((action.stage, action.micro_batch))
         with computing(action):
             if self.pipeline.held[action.stage].first:
-                torch.autograd.backward(kept.end, kept.gradient)
+                torch.autograd.backward(saved.end, saved.gradient)
             else:
-                gradients_of_weights(self.live.model, kept.rest)
+                gradients_of_weights(self.live.model, saved.rest)

@@ -37,11 +37,11 @@ def without_updates(model: nn.Module) -> Iterator[None]:
 
 
 def gradients_of_input(
-    end: Tensor, gradient: Tensor | None, given: Tensor, model: nn.Module
+    end: Tensor, gradient: Tensor | None, stage_input: Tensor, model: nn.Module
 ) -> tuple[Tensor, list[dict[str, Any]]]:
-    """(the gradient of ``given``, what the second half needs). ``end`` is detached from its graph."""
+    """(the gradient of ``stage_input``, what the second half needs). ``end`` is detached from its graph."""
     gradients = None if gradient is None else [gradient]
-    input_gradients, rest = backward_of_input([end], gradients, [given], _trained_parameters(model))
+    input_gradients, rest = backward_of_input([end], gradients, [stage_input], _trained_parameters(model))
     assert input_gradients[0] is not None
     return input_gradients[0], rest
 
