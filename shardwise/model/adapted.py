@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +53,8 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def _shortened_paths(chosen: list[str], paths: list[str], parts: int) -> Collection[str]:
     """The last parts of the chosen paths, if they match no others; else the paths."""
     last = {".".join(path.split(".")[-parts:]) for path in chosen}
-    return (
-        last if [path for path in paths if ".".join(path.split(".")[-parts:]) in last] == chosen else chosen
-    )
+    matched = [path for path in paths if ".".join(path.split(".")[-parts:]) in last]
+    return last if matched == chosen else chosen
 
 
 def _parameter_signature(block: nn.Module) -> tuple[object, ...]:
@@ -71,6 +70,22 @@ def _with_new_layers(spec: AdapterSpec, base: Blueprint) -> AdapterSpec:
 
 def _is_in(name: str, layers: Collection[str]) -> bool:
     return any(name.startswith(f"{layer}.") for layer in layers)
+
+
+class _AdapterReach(NamedTuple):
+    """Which weights adapters and quantization reach, as shares of all.
+
+    Attributes:
+        beyond: of the blocks' matrices that cannot be targets, by module.
+        packed: of the packed weights together.
+        unpacked: of the matrices that are not packed, by module.
+        packs_experts: whether experts are packed.
+    """
+
+    beyond: dict[str, float]
+    packed: float
+    unpacked: dict[str, float]
+    packs_experts: bool
 
 
 class AdaptedModel(Blueprint):
@@ -90,17 +105,26 @@ class AdaptedModel(Blueprint):
             )
         self.base = base
         self.spec = _with_new_layers(spec, base)
-        self.name, self.vocab, self.width, self.context = base.name, base.vocab, base.width, base.context
-        self.origin, self.objective = base.origin, base.objective
-        self.trained_in, self.dataset, self.quantized = base.trained_in, base.dataset, base.quantized
-        self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
-        self.new_layers, self.private_layers = base.new_layers, base.private_layers
+        self.name = base.name
+        self.vocab = base.vocab
+        self.width = base.width
+        self.context = base.context
+        self.origin = base.origin
+        self.objective = base.objective
+        self.trained_in = base.trained_in
+        self.dataset = base.dataset
+        self.quantized = base.quantized
+        self.casts_inputs = base.casts_inputs
+        self.counts_in_loss = base.counts_in_loss
+        self.new_layers = base.new_layers
+        self.private_layers = base.private_layers
         self.config_text = base.config_text
         with torch.device("meta"):
             model = base.build()
         require_targets(model, self.targetable(model), self.spec)
         self.start = AdapterFiles(path_of(spec.start_from)) if spec.start_from is not None else None
         if self.start is not None:
+            # Files of a language model's adapter lack a layer such as ``score``: it then starts as a new one does.
             known = {
                 name: shape
                 for name, shape in self.adapter_shapes.items()
@@ -132,7 +156,9 @@ class AdaptedModel(Blueprint):
         """PEFT's config, with the shortest target names that match exactly these layers."""
         with torch.device("meta"):
             model = self.base.build()
-        linear, stacks = list(linear_layers(model, [])), list(expert_stacks(model, []))
+        # The paths are of the plain model: adapted layers are no longer plain linear ones.
+        linear = list(linear_layers(model, []))
+        stacks = list(expert_stacks(model, []))
         adapted = adapt(model, self.targetable(model), self.spec)
         renamed = {path for path in adapted if stacks and is_rewritten(path, self.spec)}
         layers = [path for path in adapted if path not in stacks and path not in renamed]
@@ -155,7 +181,9 @@ class AdaptedModel(Blueprint):
     def depth(self) -> int | None:  # type: ignore[override]
         """None also if the blocks have different adapters."""
         blocks = self.repetition
-        return blocks.blocks if blocks is not None and blocks[1:] == (1, 0) else None
+        if blocks is None:
+            return None
+        return blocks.blocks if blocks.period == 1 and blocks.first == 0 else None
 
     @cached_property
     def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]
@@ -176,10 +204,14 @@ class AdaptedModel(Blueprint):
             return None
         with torch.device("meta"):
             blocks = self.blocks(self.build())
-        own = repetition_of(tuple(map(_parameter_signature, blocks)))
-        if own is None or own.blocks != base.blocks or 2 * math.lcm(own.period, base.period) > base.blocks:
+        adapted = repetition_of(tuple(map(_parameter_signature, blocks)))
+        if adapted is None or adapted.blocks != base.blocks:
             return None
-        return Repetition(base.blocks, math.lcm(own.period, base.period), max(own.first, base.first))
+        # Blocks are alike where both the base's kinds and the adapters repeat themselves.
+        period = math.lcm(adapted.period, base.period)
+        if 2 * period > base.blocks:
+            return None
+        return Repetition(base.blocks, period, max(adapted.first, base.first))
 
     def stage_obstacle(self) -> str:
         return self.base.stage_obstacle()
@@ -229,8 +261,10 @@ class AdaptedModel(Blueprint):
         plan = dict(self.base.tensor_plan(model))
         for path, how in list(plan.items()):
             if how.how in ("column", "logits", "gathered"):
+                # W's rows are sharded, so are B's; A is whole, and its gradient is a sum over the ranks.
                 plan |= {f"{path}.{A}": Split("summed"), f"{path}.{B}": Split("rows")}
             elif how.how in ("row", "split"):
+                # W's columns are sharded, so are A's: A x is a partial sum, as W x is.
                 plan |= {f"{path}.{A}": Split("columns"), f"{path}.{B}": Split("summed")}
         return plan
 
@@ -269,46 +303,49 @@ class AdaptedModel(Blueprint):
         return sum(trained.values()), self.base.parameter_count(depth) - of_base
 
     def departures(self, compute: str) -> tuple[str, ...]:
-        beyond, packed, stays, has_experts = self._reach
+        reach = self._reach
         notes = list(self.base.departures(compute))
         if self.spec.name == "dora" and any(expert_adapter(name) for name in self.adapter_shapes):
             notes.append(
                 "PEFT cannot load this adapter: it has no DoRA of experts; serve and merge read it here"
             )
-        if beyond:
-            named = reach_in_words(beyond, "the weights")
+        if reach.beyond:
+            named = reach_in_words(reach.beyond, "the weights")
             notes.append(
                 f"{named} stay frozen in {compute} without an adapter: adapters are on linear layers and experts"
             )
-        if packed and stays:
-            named = reach_in_words(stays, "the weights")
+        if reach.packed and reach.unpacked:
+            named = reach_in_words(reach.unpacked, "the weights")
             packs = "the model's folder" if self.spec.quantize == "none" else self.spec.quantize
-            experts = " and experts" if has_experts else ""
+            experts = " and experts" if reach.packs_experts else ""
+            share = percent(reach.packed)
             notes.append(
-                f"{named} stay in {compute}: {packs} packs the blocks' linear layers{experts}, {percent(packed)}"
+                f"{named} stay in {compute}: {packs} packs the blocks' linear layers{experts}, {share}"
             )
         return tuple(notes)
 
     @cached_property
-    def _reach(self) -> tuple[dict[str, float], float, dict[str, float], bool]:
-        """Shares of the weights: matrices that cannot be targets, packed ones, matrices that are not packed; and
-        whether experts are packed."""
+    def _reach(self) -> _AdapterReach:
         with torch.device("meta"):
             model = self.base.build()
         blocks = self.targetable(model)
         whole = sum(p.numel() for p in model.parameters())
-        linear, stacks = list(linear_layers(model, blocks)), list(expert_stacks(model, blocks))
+        linear = list(linear_layers(model, blocks))
+        stacks = list(expert_stacks(model, blocks))
         mixtures = list(dict.fromkeys(path.rpartition(".")[0] for path in stacks))
         packs = self.spec.quantize != "none"
         packed = linear if packs else [path for path in linear if path in self.packings()]
         packed_experts = mixtures if packs else []
-        beyond, stays = (
-            reached_shares(((matrix.owner, matrix.numel) for matrix in matrices(model, within, but)), whole)
-            for within, but in ((blocks, [*linear, *mixtures]), ([], [*packed, *packed_experts]))
-        )
+
+        def shares_of(within: list[nn.Module], but: list[str]) -> dict[str, float]:
+            return reached_shares(((m.owner, m.numel) for m in matrices(model, within, but)), whole)
+
+        # Targets are in the blocks alone; a matrix that is not packed may be anywhere.
+        beyond = shares_of(blocks, [*linear, *mixtures])
+        unpacked = shares_of([], [*packed, *packed_experts])
         names = [f"{path}.weight" for path in packed] + (stacks if packs else [])
         weights = sum(model.get_parameter(name).numel() for name in names)
-        return beyond, weights / whole, stays, bool(packed_experts)
+        return _AdapterReach(beyond, weights / whole, unpacked, bool(packed_experts))
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return self.base.sample_shapes(sequence_length)
@@ -331,9 +368,11 @@ class AdaptedModel(Blueprint):
             if self.start is not None and name in self._trained and name in self.start.shapes:
                 self.start.read_into(parameter, name)
             elif (side := side_of(name)) == A:
+                # The last dim is i, of a layer's A [r, i] and of the experts' [E, r, i].
                 fill_uniform(parameter, 1 / math.sqrt(parameter.shape[-1]), seed, name)
             elif side == B:
                 local_part(parameter).zero_()
+        # LoftQ writes over A and B, so it follows their first values; magnitudes are norms of the packed weights.
         fill_packed(model, self.base, seed, self.spec.loftq_iterations)
         if self.start is None:
             fill_magnitudes(model, with_adapters=self.spec.loftq_iterations > 0)
@@ -342,8 +381,8 @@ class AdaptedModel(Blueprint):
         if any(f"{layer}.weight" not in self.start.shapes for layer in self.new_layers):
             return  # of the same base with its own output layer, which its fingerprint is of
         if self.start.fingerprint is not None:
-            own = fingerprint_of(model, without=self._trained)
-            refuse_other_base(self.start.fingerprint, own, str(self.start.folder / TENSORS))
+            fingerprint = fingerprint_of(model, without=self._trained)
+            refuse_other_base(self.start.fingerprint, fingerprint, str(self.start.folder / TENSORS))
 
     @torch.no_grad()
     def rehearse_fill(self, model: nn.Module) -> None:

@@ -56,7 +56,8 @@ class Attention(nn.Module):
         super().__init__()
         d = dimensions
         bias = not d.rotates
-        q_width, kv_width = d.heads * d.head_width, d.kv_heads * d.head_width
+        q_width = d.heads * d.head_width
+        kv_width = d.kv_heads * d.head_width
         self.head_width = d.head_width
         self.q_proj = nn.Linear(d.width, q_width, bias=bias)
         self.k_proj = nn.Linear(d.width, kv_width, bias=bias)
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         per_head = (-1, self.head_width)
         q = self.q_proj(hidden).unflatten(-1, per_head)  # [b, s, a, d]
         k = self.k_proj(hidden).unflatten(-1, per_head)  # [b, s, k, d]
-        v = self.v_proj(hidden).unflatten(-1, per_head)
+        v = self.v_proj(hidden).unflatten(-1, per_head)  # [b, s, k, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
@@ -95,7 +96,9 @@ class LatentAttention(nn.Module):
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
         d = dimensions
-        self.head_width, self.rotary, self.value_width = d.head_width, d.rotary_width, d.value_width
+        self.head_width = d.head_width
+        self.rotary = d.rotary_width
+        self.value_width = d.value_width
         self.latent = d.kv_lora_rank
         self.latent_queries = d.q_lora_rank > 0
         q_width = d.heads * d.head_width
@@ -121,14 +124,16 @@ class LatentAttention(nn.Module):
         assert rotation is not None
         fixed = self.head_width - self.rotary  # the part of a head that does not rotate
         q = self._queries(hidden).unflatten(-1, (-1, self.head_width))  # [b, s, a, d]
+        # [b, s, latent]; [b, s, r] is the rotary part of the keys, one for all heads
         latent, shared = self.kv_a_proj_with_mqa(hidden).split((self.latent, self.rotary), -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, fixed + self.value_width))
-        k, v = kv.split((fixed, self.value_width), -1)
+        k, v = kv.split((fixed, self.value_width), -1)  # [b, s, a, d - r], [b, s, a, v]
         turned = rotate_neighbours(shared.unsqueeze(-2), *rotation).expand(*k.shape[:-1], self.rotary)
         q = torch.cat((q[..., :fixed], rotate_neighbours(q[..., fixed:], *rotation)), -1)
         k = torch.cat((k, turned), -1)
         v = F.pad(v, (0, self.head_width - self.value_width))
         mixed = _attention(q, k, v, mask, cache)
+        # The padding of the values is zero in the result, too.
         return self.o_proj(mixed[..., : self.value_width].flatten(2))
 
     def _queries(self, hidden: Tensor) -> Tensor:
@@ -140,6 +145,7 @@ class LatentAttention(nn.Module):
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Documents | None, cache: KeyValues | None) -> Tensor:
     """q [b, s, a, d]; k, v [b, s, k, d]; returns [b, s, a, d]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    # Documents are causal by themselves, and a cache says whether its mask is needed.
     allowed: Any = mask
     causal = mask is None
     if cache is not None:
@@ -159,6 +165,7 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float, dtype: torch
         theta: base of the wavelengths, theta^(2i/d).
         dtype: of the result. Angles are computed in fp32 (fp64 for fp64).
     """
+    # In bf16 positions above 256 would not be exact.
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=precise) / head_width
     angles = positions.to(precise).unsqueeze(-1) * (1.0 / theta**exponents)
@@ -178,5 +185,6 @@ def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first in the result, which changes no product of queries and keys.
     """
     even, odd = x[..., 0::2], x[..., 1::2]
+    # Both halves of the angles are equal (``rotary_angles``): here one angle is for one pair.
     cos, sin = cos[..., : even.shape[-1]], sin[..., : even.shape[-1]]
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)

@@ -72,19 +72,22 @@ def balanced_blocks(costs: Sequence[int], stages: int) -> list[int]:
     Args:
         costs: of each block, in order; the last one's includes what comes after it.
     """
+    # Dynamic programming: the best cut of the first blocks into n stages extends a best cut into n - 1.
     ends = list(itertools.accumulate(costs, initial=0))
     best = {(0, 0): (0, 0)}  # (blocks, stages): (cost of the costliest, blocks before the last stage)
-    for made in range(1, stages + 1):
-        for blocks in range(made, len(costs) - stages + made + 1):
-            best[blocks, made] = min(
-                (max(best[start, made - 1][0], ends[blocks] - ends[start]), start)
-                for start in range(made - 1, blocks)
-                if (start, made - 1) in best
+    for count in range(1, stages + 1):
+        # Each of the other stages needs a block, so this many blocks are left for the first ``count``.
+        for blocks in range(count, len(costs) - stages + count + 1):
+            best[blocks, count] = min(
+                (max(best[start, count - 1][0], ends[blocks] - ends[start]), start)
+                for start in range(count - 1, blocks)
+                if (start, count - 1) in best
             )
+    # The last stage's first block says where the stage before it ends.
     counts = []
     left = len(costs)
-    for made in range(stages, 0, -1):
-        start = best[left, made][1]
+    for count in range(stages, 0, -1):
+        start = best[left, count][1]
         counts.append(left - start)
         left = start
     return counts[::-1]
@@ -101,9 +104,9 @@ def blocks_per_stage(blocks: int, stages: int, costs: Costs) -> list[int]:
     """Number of blocks of each stage, at least one."""
     counts = [1] * stages
     for _ in range(blocks - stages):
-        flops = [
-            count * costs.block + (costs.rest if i == stages - 1 else 0) for i, count in enumerate(counts)
-        ]
+        flops = [count * costs.block for count in counts]
+        flops[-1] += costs.rest  # the output layer, since the embedding costs nothing
+        # The fewest FLOPs; of equal stages the last one.
         counts[max(range(stages), key=lambda i: (-flops[i], i))] += 1
     return counts
 
@@ -113,7 +116,8 @@ def balanced_stages(blueprint: Blueprint, count: int, sequence_length: int) -> l
 
     Raises RecipeError if the model has fewer blocks, or does not say how it is cut.
     """
-    kinds, depth = blueprint.block_kinds, blueprint.depth
+    kinds = blueprint.block_kinds
+    depth = blueprint.depth
     if depth is None and kinds is not None:
         depth = len(kinds)
     if depth is None or blueprint.width is None:

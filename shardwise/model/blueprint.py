@@ -377,10 +377,8 @@ class Blueprint(ABC):
 
 def token_shapes(sequence_length: int) -> SampleShapes:
     """A language model's sample."""
-    return {
-        "input_ids": ((sequence_length,), torch.int64),
-        "labels": ((sequence_length,), torch.int64),
-    }
+    ids = ((sequence_length,), torch.int64)
+    return {"input_ids": ids, "labels": ids}
 
 
 def batch_shapes(
@@ -393,7 +391,8 @@ def batch_shapes(
     Args:
         objective: None is the blueprint's.
     """
-    shapes, length = blueprint.sample_shapes(data.sequence_length), data.sequence_length
+    length = data.sequence_length
+    shapes = blueprint.sample_shapes(length)
     if data.packing:
         documents = 1 << (-(-length // _TYPICAL) - 1).bit_length()  # a power of two, as in a batch
         shapes = {**shapes, "positions": ((length,), torch.int64), "starts": ((documents,), torch.int32)}

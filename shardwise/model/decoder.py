@@ -52,9 +52,8 @@ class Decoder(nn.Module):
         d = self.dimensions = dimensions
         embed_tokens = self.embed_tokens = nn.Embedding(d.vocab, d.width)
         self.embed_positions = None if d.rotates else nn.Embedding(d.context, d.width)
-        self.layers = nn.ModuleList(
-            Block(d, index) for index in (range(d.layers) if blocks is None else blocks)
-        )
+        built = range(d.layers) if blocks is None else blocks
+        self.layers = nn.ModuleList(Block(d, index) for index in built)
         self.norm = _norm(d)
         self.lm_head = nn.Linear(d.width, d.vocab, bias=False)
         if d.tied:
@@ -67,6 +66,7 @@ class Decoder(nn.Module):
         self.first = first
         if not first:
             self.embed_positions = None
+            # The tied weight keeps the name of the embedding, so files and seeds find it in the last stage.
             if not (last and self.dimensions.tied):
                 self.embed_tokens = None
         if not last:
@@ -87,6 +87,7 @@ class Decoder(nn.Module):
         d = self.dimensions
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)
+        # The last stage of a tied model has the table for its output layer, and takes hidden states.
         if self.first and self.embed_tokens is not None and not inputs.is_floating_point():
             hidden = self.embed_tokens(inputs)
         if self.embed_positions is not None:
@@ -95,11 +96,16 @@ class Decoder(nn.Module):
         if d.rotates:
             rotation = rotary_angles(positions, d.rotary_width, d.rope_theta, hidden.dtype)
         documents: Documents | None = None
+        # Packed rows have positions [b, s]; with a cache they may have that shape without packing.
         if positions.dim() == 2 and not cache:
             documents = documents_of(self, positions, starts, hidden, d.head_width)
         for index, layer in enumerate(self.layers):
-            seen = (None, cache[index]) if cache else () if documents is None else (documents,)
-            hidden = layer(hidden, rotation, *seen)
+            if cache:
+                hidden = layer(hidden, rotation, None, cache[index])
+            elif documents is not None:
+                hidden = layer(hidden, rotation, documents)
+            else:
+                hidden = layer(hidden, rotation)
         output = self.lm_head or self.score
         if self.norm is None or output is None:
             return hidden

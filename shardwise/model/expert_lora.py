@@ -41,13 +41,11 @@ from shardwise.runtime.row_groups import (
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of an experts module's stacks, in the order in which modules define them."""
 _LAYOUTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
-EXPERT_A, EXPERT_B, EXPERT_MAGNITUDE, EXPERT_PACKED = (
-    "_lora_A",
-    "_lora_B",
-    "_lora_magnitude_vector",
-    "_packed",
-)
-"""Ends of the names of the parameters that a stack gets."""
+# Ends of the names of the parameters that a stack gets.
+EXPERT_A = "_lora_A"
+EXPERT_B = "_lora_B"
+EXPERT_MAGNITUDE = "_lora_magnitude_vector"
+EXPERT_PACKED = "_packed"
 _SUMMED = 2**25
 """Values of W + scale · B A that DoRA's norms have in memory at once, or one expert's."""
 
@@ -80,7 +78,7 @@ class AdaptedExperts(nn.Module):
         module: Any = self
         groups = RowGroups.of(top_k_index, self.num_experts, module._is_expert_parallel)
         first, last = self.stacks
-        wide = self._product(first, groups.rows(hidden_states), groups)
+        wide = self._product(first, groups.rows(hidden_states), groups)  # [n, 2 m] with a gate, else [n, m]
         if first == "up_proj":
             inner = module.act_fn(wide)
         elif hasattr(module, "_apply_gate"):
@@ -88,21 +86,23 @@ class AdaptedExperts(nn.Module):
         else:
             gate, up = wide.chunk(2, dim=-1)
             inner = module.act_fn(gate) * up
-        out = self._product(last, inner, groups)
+        out = self._product(last, inner, groups)  # [n, h]
         return groups.combine(out, top_k_weights).to(hidden_states.dtype)
 
     def _product(self, name: str, rows: Tensor, groups: RowGroups) -> Tensor:
         # While a block is compiled, or divided, its parameters are plain attributes.
         out = self._frozen_product(name, rows, groups)
         if (scale := self.scales.get(name)) is not None and not self.adapter_off:
-            a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
+            a = getattr(self, name + EXPERT_A)
+            b = getattr(self, name + EXPERT_B)
             dropped = F.dropout(rows, self.dropout, self.training)
-            change = grouped_low_rank(dropped, a, b, scale, groups)
+            change = grouped_low_rank(dropped, a, b, scale, groups)  # [n, o]
             out = out.add_(change)
             if (magnitude := getattr(self, name + EXPERT_MAGNITUDE, None)) is not None:
-                drops = self.dropout and self.training
-                whole = self._frozen_product(name, dropped, groups) + change if drops else out
-                share = magnitude / self._norms(name, rows.dtype)
+                whole = out
+                if self.dropout and self.training:
+                    whole = self._frozen_product(name, dropped, groups) + change
+                share = magnitude / self._norms(name, rows.dtype)  # [E, o]
                 # A NaN in a row of another rank's expert would reach the gradient of the magnitudes.
                 out = out + (share - 1)[groups.experts] * groups.present(whole)
         if getattr(self, "has_bias", False):
@@ -118,25 +118,29 @@ class AdaptedExperts(nn.Module):
     @torch.no_grad()
     def _norms(self, name: str, dtype: torch.dtype) -> Tensor:
         """Norms of the rows of every expert's adapted matrix, [E, o]."""
-        a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
-        sides = (side.split(self.summed(name)) for side in (b, a))
+        experts_at_once = self.summed(name)
+        a_parts = getattr(self, name + EXPERT_A).split(experts_at_once)
+        b_parts = getattr(self, name + EXPERT_B).split(experts_at_once)
         norms = []
-        for weight, tall, thin in zip(self.matrices(name, dtype), *sides, strict=True):
-            norms.append(row_norms(torch.baddbmm(weight, tall, thin, alpha=self.scales[name])))
+        for weight, b, a in zip(self.matrices(name, dtype), b_parts, a_parts, strict=True):
+            norms.append(row_norms(torch.baddbmm(weight, b, a, alpha=self.scales[name])))
         return torch.cat(norms)
 
     def summed(self, name: str) -> int:
         """Experts whose adapted matrices of a stack are in memory at once."""
-        a, b = getattr(self, name + EXPERT_A), getattr(self, name + EXPERT_B)
-        return max(1, _SUMMED // (b.shape[1] * a.shape[2]))
+        columns = getattr(self, name + EXPERT_A).shape[2]
+        rows = getattr(self, name + EXPERT_B).shape[1]
+        return max(1, _SUMMED // (rows * columns))
 
     def matrices(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         """The matrices [e, o, i] of this rank's experts in a stack, ``summed`` experts at a time."""
         how = self.packings.get(name)
         stored = local_part(getattr(self, name if how is None else name + EXPERT_PACKED))
-        for some in stored.split(self.summed(name)):
-            plain = some.transpose(1, 2) if how is None and self.transposed else some
-            yield plain.to(dtype) if how is None else how.unpack(some, dtype)
+        for experts in stored.split(self.summed(name)):
+            if how is not None:
+                yield how.unpack(experts, dtype)  # codes have one layout, whatever the plain stack's
+            else:
+                yield (experts.transpose(1, 2) if self.transposed else experts).to(dtype)
 
     @property
     def transposed(self) -> bool:
@@ -153,8 +157,13 @@ class AdaptedExperts(nn.Module):
         experts, rows, columns = stack_shape(self, name)
         device = next(self.parameters()).device
         self.scales[name] = scale
-        shapes = {EXPERT_A: (experts, rank, columns), EXPERT_B: (experts, rows, rank)}
-        for end, shape in (shapes | ({EXPERT_MAGNITUDE: (experts, rows)} if dora else {})).items():
+        shapes: dict[str, tuple[int, ...]] = {
+            EXPERT_A: (experts, rank, columns),
+            EXPERT_B: (experts, rows, rank),
+        }
+        if dora:
+            shapes[EXPERT_MAGNITUDE] = (experts, rows)
+        for end, shape in shapes.items():
             self.register_parameter(name + end, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
 
     def pack(self, name: str, quantize: str) -> None:
@@ -165,7 +174,7 @@ class AdaptedExperts(nn.Module):
         codes = torch.empty(experts, *packing.shape, dtype=torch.uint8, device=device)
         self.register_parameter(name + EXPERT_PACKED, nn.Parameter(codes, requires_grad=False))
         self.packings[name] = StackPacking(packing)
-        self._parameters[name] = None
+        self._parameters[name] = None  # the key stays, for ``stacks``
 
 
 def row_norms(weight: Tensor) -> Tensor:
@@ -184,6 +193,7 @@ def stack_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
     return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
 
 
+# Cached, so that modules of one class keep one class, and their blocks are compiled once.
 @cache
 def _adapted_class(kind: Any) -> type[nn.Module]:
     """A subclass of the module's class that computes as ``AdaptedExperts``."""
@@ -226,11 +236,16 @@ def as_adapted(module: nn.Module) -> AdaptedExperts:
 
 def adaptable_stacks(module: nn.Module) -> tuple[str, ...]:
     """Names of the stacks of an experts module that can be adapted; () for other modules, and for adapted ones."""
-    own = tuple(name for name, value in module.named_parameters(recurse=False) if value.dim() == 3)
-    if own not in _LAYOUTS or not divisible_experts(module) or getattr(module, "has_post_expert_norm", False):
+    # An adapted module has more parameters of three dimensions; a packed one has none of the plain ones.
+    if isinstance(module, AdaptedExperts):
         return ()
-    computed = hasattr(module, "act_fn") or (own[0] == "gate_up_proj" and hasattr(module, "_apply_gate"))
-    return own if computed and not isinstance(module, AdaptedExperts) else ()
+    stacks = tuple(name for name, value in module.named_parameters(recurse=False) if value.dim() == 3)
+    if stacks not in _LAYOUTS or not divisible_experts(module):
+        return ()
+    if getattr(module, "has_post_expert_norm", False):
+        return ()  # ``AdaptedExperts.forward`` has no such norm
+    computed = hasattr(module, "act_fn") or (stacks[0] == "gate_up_proj" and hasattr(module, "_apply_gate"))
+    return stacks if computed else ()
 
 
 def expert_stacks(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[str]:

@@ -118,11 +118,13 @@ class FactoryModel(Blueprint):
     def _require_blocks(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         """Blocks are called, are within the model, and none is inside of another."""
         names = {module: name for name, module in model.named_modules()}
+        # Each unit counts itself once; more means twice in the list, or inside of another.
         inside = Counter(module for unit in units for module in unit.modules() if module in units)
         for unit in units:
             kind = type(unit).__name__
             if unit is model or unit not in names:
                 raise self._error(f"units() returns a {kind} that is not a part of the module")
+            # FSDP gathers weights when a unit is called, and a ModuleList never is.
             if type(unit).forward is nn.Module.forward:
                 fix = f"return its members: list(self.{names[unit]})"
                 raise self._error(f"units() returns a {kind}, which has no forward()", fix=fix)
@@ -144,7 +146,7 @@ class FactoryModel(Blueprint):
             items = {name: value for name, value in batch.items() if name != PADDING}
             with kept_statistics(model):
                 total, count = self._called(model, items)
-            return 0 * total, 0 * count
+            return 0 * total, 0 * count  # still with a graph, so that every rank runs the same collectives
         if "positions" not in batch:
             return self._called(model, batch)
         recorded = _RecordingBatch(batch)
@@ -200,13 +202,13 @@ class FactoryModel(Blueprint):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         return bool(error.args) and frames[-1].f_code is getattr(self._loss, "__code__", None)
 
-    def _summed(self, made: object) -> LossSum:
+    def _summed(self, result: object) -> LossSum:
         """What the user's loss returned, as two scalar tensors on the device of the sum; a count may be a number."""
-        total, count = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
+        total, count = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
         if not isinstance(total, Tensor) or total.ndim or not isinstance(count, Tensor | int):
             raise self._error(
                 "the loss must return (sum over the valid targets, number of valid targets)",
-                why=f"it returned {_described(made)}",
+                why=f"it returned {_described(result)}",
                 fix="sum instead of averaging (reduction='sum'), and count: (labels != -100).sum()",
             )
         if is_divided(total):
@@ -223,15 +225,14 @@ class FactoryModel(Blueprint):
                 fix="compute it from the module's result, without .detach() or .item(), also for no targets",
             )
         if is_half(total.dtype) or total.is_complex():
-            real = not total.is_complex()
-            raise self._error(
-                f"the loss is summed in {str(total.dtype).removeprefix('torch.')}",
-                why="a sum over many targets needs more digits" if real else "a loss is a real number",
-                fix="call the module itself, whose results are in fp32, or sum with .float()"
-                if real
-                else "sum squares of .abs(), or .real",
-            )
+            why = "a sum over many targets needs more digits"
+            fix = "call the module itself, whose results are in fp32, or sum with .float()"
+            if total.is_complex():
+                why = "a loss is a real number"
+                fix = "sum squares of .abs(), or .real"
+            raise self._error(f"the loss is summed in {str(total.dtype).removeprefix('torch.')}", why, fix)
         if not isinstance(count, Tensor):
+            # A number needs no copy to the device: the kernel of full() takes it as an argument.
             return total, torch.full((), count, dtype=torch.int64, device=total.device)
         return total, count
 
@@ -257,11 +258,11 @@ class FactoryModel(Blueprint):
                     *module.named_parameters(prefix=path),
                     *module.named_buffers(prefix=path),
                 ]:
+                    # The run stores a scalar parameter as a vector, which no slice of a scalar fits.
                     if name in tensors:
-                        local_part(tensors[name]).copy_(
-                            value[local_slices(tensors[name])] if value.ndim else value
-                        )
-                module.to("meta")
+                        target = tensors[name]
+                        local_part(target).copy_(value[local_slices(target)] if value.ndim else value)
+                module.to("meta")  # so memory is that of one module
 
     def _resettable(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The topmost modules with ``reset_parameters``; together they hold every tensor."""
@@ -273,7 +274,7 @@ class FactoryModel(Blueprint):
             yield from self._resettable(f"{path}.{name}" if path else name, child)
 
     def _reset(self, path: str, module: nn.Module) -> None:
-        """Reset children first, since their constructors run first."""
+        """Reset children first, since their constructors run first: a parent may change its children's values."""
         for name, child in module.named_children():
             self._reset(f"{path}.{name}" if path else name, child)
         reset = _reset_function(module)
@@ -283,25 +284,22 @@ class FactoryModel(Blueprint):
             reset()
 
     def _require_no_tensors(self, path: str, module: nn.Module) -> None:
-        own = [
-            name
-            for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        ]
-        if own:
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if tensors:
             raise self._error(
-                f"module {path or type(module).__name__!r} does not initialize {own[0]}",
+                f"module {path or type(module).__name__!r} does not initialize {tensors[0][0]}",
                 fix=f"give {type(module).__name__} a reset_parameters() that fills it, or the module with values to "
                 "shardwise.fit",
             )
 
     def _call(self) -> tuple[nn.Module, LossFunction, Any]:
         try:
-            made = self._function(**self.arguments)
+            result = self._function(**self.arguments)
         except Exception as error:  # the user's code
             raise self._error(f"{self.name}() failed", why=f"{type(error).__name__}: {error}") from error
-        if not isinstance(made, tuple) or len(made) not in (2, 3):
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise self._error(f"{self.name}() must return (module, loss) or (module, loss, dataset)")
-        module, loss, dataset = (*made, None)[:3]
+        module, loss, dataset = (*result, None)[:3]
         if not isinstance(module, nn.Module) or not callable(loss):
             kinds = f"it returned ({type(module).__name__}, {type(loss).__name__})"
             raise self._error(f"{self.name}() must return an nn.Module and a function", why=kinds)
@@ -326,7 +324,8 @@ class FactoryModel(Blueprint):
             fix = "give a map-style dataset, with __len__ and __getitem__"
             raise self._error("the dataset has no length", why=why, fix=fix)
         try:
-            sample = dataset[0] if (length := len(dataset)) else None
+            length = len(dataset)
+            sample = dataset[0] if length else None
         except Exception as error:  # the user's code
             raise self._error("the dataset cannot be read", why=f"{type(error).__name__}: {error}") from error
         if length < 1 or not isinstance(sample, dict) or not sample:

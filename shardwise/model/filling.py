@@ -35,6 +35,7 @@ from shardwise.runtime.quantized import Packing, StackPacking
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Remove adapters and packed weights from the model inside the context."""
     hidden: list[tuple[nn.Module, dict[str, nn.Module | None], dict[str, nn.Parameter | None]]] = []
+    # A list, since popping changes the modules that ``modules()`` walks.
     for layer in [m for m in model.modules() if isinstance(m, FrozenLinear | AdaptedExperts)]:
         modules = {name: layer._modules.pop(name) for name in (A, B) if name in layer._modules}
         parameters = {name: layer._parameters.pop(name) for name in _added_parameters(layer)}
@@ -94,7 +95,7 @@ def _packed_blocks(model: nn.Module) -> list[list[_PackedWeight]]:
     """The weights that the recipe packs, by block."""
     blocks: dict[str, list[_PackedWeight]] = {}
     for path, layer in model.named_modules():
-        name = canonical_name(f"{path}.")[:-1]
+        name = canonical_name(f"{path}.")[:-1]  # a wrapper's prefix ends with a dot
         for weight in _packed_weights(name, layer):
             blocks.setdefault(_block_path(name), []).append(weight)
     return list(blocks.values())
@@ -102,13 +103,13 @@ def _packed_blocks(model: nn.Module) -> list[list[_PackedWeight]]:
 
 def _packed_weights(path: str, layer: nn.Module) -> Iterator[_PackedWeight]:
     if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
-        shape = layer.out_features, layer.in_features
+        shape = (layer.out_features, layer.in_features)
         yield _PackedWeight(f"{path}.weight", shape, layer.transposed, layer.packed, layer.packing, layer)
     elif isinstance(layer, AdaptedExperts):
         for name, how in layer.packings.items():
             packed = layer.get_parameter(name + EXPERT_PACKED)
-            shapes = packed.shape[0], how.matrix.rows, how.matrix.columns
-            yield _PackedWeight(f"{path}.{name}", shapes, layer.transposed, packed, how, None)
+            stack = (packed.shape[0], how.matrix.rows, how.matrix.columns)
+            yield _PackedWeight(f"{path}.{name}", stack, layer.transposed, packed, how, None)
 
 
 def _fill_block(
@@ -123,6 +124,7 @@ def _fill_block(
         if loftq_iterations and isinstance(weight.layer, LoraLinear):
             assert isinstance(weight.packing, Packing)
             plain = _start_adapter(weight.layer, weight.packing, plain, loftq_iterations)
+        # Rows of codes are packed rows of a layer, or experts. A rank may have none.
         if (rows := local_slices(weight.packed)[0]).stop > rows.start:
             local_part(weight.packed).copy_(weight.packing.pack(plain, rows))
 
@@ -136,9 +138,12 @@ def _start_adapter(layer: LoraLinear, packing: Packing, weight: Tensor, iteratio
         layer.lora_A.out_features,
         iterations,
     )
-    a, b = a / math.sqrt(layer.scale), b / math.sqrt(layer.scale)
+    # Each side is divided by the root of the layer's scale, so that scale · B A is LoftQ's product.
+    a = a / math.sqrt(layer.scale)
+    b = b / math.sqrt(layer.scale)
     used = a.ne(0).any(1, keepdim=True).expand_as(a)  # with B at zero, the other rows of A keep their default
-    shard, rows = local_part(layer.lora_A.weight), local_slices(layer.lora_A.weight)
+    shard = local_part(layer.lora_A.weight)
+    rows = local_slices(layer.lora_A.weight)
     shard.copy_(torch.where(used[rows], a[rows], shard))
     local_part(layer.lora_B.weight).copy_(b[local_slices(layer.lora_B.weight)])
     return rest
@@ -163,8 +168,8 @@ def _fill_stored(model: nn.Module, base: Blueprint) -> None:
 def _block_path(name: str) -> str:
     """The path of a layer's block, up to its number; the layer's own path if it is in no block."""
     parts = name.split(".")
-    ends = [index for index, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: ends[0] + 1]) if ends else name
+    numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else name
 
 
 def _leaf(tree: nn.Module, weight: _PackedWeight) -> Tensor:
@@ -188,6 +193,7 @@ def fill_magnitudes(model: nn.Module, with_adapters: bool = False) -> None:
         if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None:
             magnitude = layer.lora_magnitude_vector
             rows = _magnitude_rows(layer, magnitude)
+            # A is the same for all rows of W; B has a row for each of them.
             if with_adapters:
                 a = gather(layer.lora_A.weight)
                 b = gather(layer.lora_B.weight)[local_slices(magnitude)[0]]
@@ -196,9 +202,10 @@ def fill_magnitudes(model: nn.Module, with_adapters: bool = False) -> None:
         elif isinstance(layer, AdaptedExperts):
             for name in layer.scales:
                 if (of_experts := layer._parameters.get(name + EXPERT_MAGNITUDE)) is not None:
-                    into = local_part(of_experts).split(layer.summed(name))
-                    for some, weights in zip(into, layer.matrices(name, of_experts.dtype), strict=True):
-                        some.copy_(row_norms(weights))
+                    magnitudes = local_part(of_experts).split(layer.summed(name))
+                    matrices = layer.matrices(name, of_experts.dtype)
+                    for of_some, weights in zip(magnitudes, matrices, strict=True):
+                        of_some.copy_(row_norms(weights))
 
 
 def _magnitude_rows(layer: LoraLinear, magnitude: Tensor) -> Tensor:
@@ -207,5 +214,6 @@ def _magnitude_rows(layer: LoraLinear, magnitude: Tensor) -> Tensor:
     if layer.packing is None and not layer.transposed:
         return local_part(layer.weight)  # sharded like the magnitudes
     if layer.packing is not None:
+        # Packed rows are not the weight's rows, so ranks gather the codes and unpack the whole layer.
         return layer.packing.unpack(gather(layer.packed), magnitude.dtype)[rows]
     return gather(layer.weight).t()[rows]

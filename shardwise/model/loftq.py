@@ -47,14 +47,17 @@ def principal(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     tall = matrix.shape[0] > matrix.shape[1]
     wide = (matrix.t() if tall else matrix).double()  # [short, long]
     values, vectors = torch.linalg.eigh(wide @ wide.t())
+    # eigh returns ascending eigenvalues; the largest come first here.
     values = values[-rank:].flip(0)
     vectors = vectors[:, -rank:].flip(1)
+    # An eigenvector's sign is arbitrary: its largest entry becomes positive.
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     roots = values.clamp(min=0) ** 0.25  # of the singular values, whose squares are the eigenvalues
     is_significant = values > _RANK_TOLERANCE * values[:1]
     vectors = vectors * (largest.sign() * is_significant)
-    short = vectors * roots
-    long = (vectors / torch.where(is_significant, roots, 1.0)).t() @ wide
+    # With wide = U S V', the factors are U √S and √S V' = (U / √S)' wide, so V is never computed.
+    short = vectors * roots  # [short, r]
+    long = (vectors / torch.where(is_significant, roots, 1.0)).t() @ wide  # [r, long]
     b, a = (long.t(), short.t()) if tall else (short, long)
-    missing = rank - len(values)
+    missing = rank - len(values)  # of a rank above the short side
     return F.pad(b.to(matrix.dtype), (0, missing)), F.pad(a.to(matrix.dtype), (0, 0, 0, missing))

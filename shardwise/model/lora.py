@@ -41,8 +41,10 @@ from shardwise.runtime.parallel.shard_slices import canonical_name, shared_names
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.runtime.quantized import Packing, linear
 
-A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
-"""Names below an adapted layer: two linear layers, and DoRA's magnitudes."""
+# Names below an adapted layer: two linear layers, and DoRA's magnitudes.
+A = "lora_A"
+B = "lora_B"
+MAGNITUDE = "lora_magnitude_vector"
 
 PACKED_BASE = "packed"
 """Name of a packed weight."""
@@ -90,14 +92,17 @@ class FrozenLinear(nn.Linear):
         weight = layer.get_parameter("weight")
         self.transposed = not isinstance(layer, nn.Linear)
         rows, columns = reversed(weight.shape) if self.transposed else weight.shape
+        # On the meta device: the weight that it would allocate is replaced by the layer's own.
         super().__init__(columns, rows, bias=False, device="meta")
         take_over(self, layer)
         self.requires_grad_(False)
-        self.packing = stored or (None if quantize == "none" else Packing(quantize, rows, columns))
+        self.packing: StoredPacking | Packing | None = stored
+        if stored is None and quantize != "none":
+            self.packing = Packing(quantize, rows, columns)
         if self.packing is not None:
             codes = torch.empty(self.packing.shape, dtype=torch.uint8, device=weight.device)
             self.register_parameter(PACKED_BASE, nn.Parameter(codes, requires_grad=False))
-            self._parameters["weight"] = None
+            self._parameters["weight"] = None  # not deleted: ``self.weight`` is None instead of an error
         self.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -119,7 +124,7 @@ class AddedLinear(nn.Linear):
         """``base + scale * W input``, written over ``base`` [rows, o]; without it, the product with the bias."""
         if base is None:
             return super().forward(input)
-        thin = input.reshape(-1, input.shape[-1]).to(base.dtype)
+        thin = input.reshape(-1, input.shape[-1]).to(base.dtype)  # [rows, r]
         return base.addmm_(thin, self.weight.t().to(base.dtype), alpha=scale)
 
 
@@ -148,12 +153,13 @@ class LoraLinear(FrozenLinear):
         self.dropout = spec.dropout
         self.scale = spec.scale(path)
         rank, _ = spec.strength(path)
-        where, dtype = weight.device, weight.dtype
-        self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=where, dtype=dtype)
-        self.lora_B = AddedLinear(rank, self.out_features, bias=spec.lora_bias, device=where, dtype=dtype)
+        device = weight.device
+        dtype = weight.dtype
+        self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
+        self.lora_B = AddedLinear(rank, self.out_features, bias=spec.lora_bias, device=device, dtype=dtype)
         magnitude = None
         if spec.name == "dora":
-            magnitude = nn.Parameter(torch.empty(self.out_features, device=where, dtype=dtype))
+            magnitude = nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype))
         self.register_parameter(MAGNITUDE, magnitude)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -163,14 +169,17 @@ class LoraLinear(FrozenLinear):
         thin = self.lora_A(dropped)
         plain = self.lora_B.bias is None  # the scale is of the bias, too
         if plain and self.lora_magnitude_vector is None:
+            # B's kernel adds into the output of W, so no tensor of its size is made for B A x.
             rows = super().forward(input.reshape(-1, input.shape[-1]))
             return self.lora_B(thin, rows, self.scale).view(*input.shape[:-1], rows.shape[-1])
         change = self.lora_B(thin * self.scale) if plain else self.lora_B(thin) * self.scale
         out = super().forward(input) + change
         if self.lora_magnitude_vector is None:
             return out
-        share = self.lora_magnitude_vector / self._norms(input.dtype)
-        whole = super().forward(dropped) + change if self.dropout and self.training else out
+        share = self.lora_magnitude_vector / self._norms(input.dtype)  # [o]
+        whole = out
+        if self.dropout and self.training:
+            whole = super().forward(dropped) + change
         # Written as a change of the sum, so that it is exactly zero at the start.
         return out + (share - 1) * (whole if self.bias is None else whole - self.bias)
 
@@ -186,14 +195,11 @@ class LoraLinear(FrozenLinear):
 
 def weights_in(model: nn.Module) -> int:
     """Global parameter count; a packed weight counts its logical elements."""
-    layers = [layer for layer in model.modules() if isinstance(layer, FrozenLinear)]
-    packed = [
-        (layer.packing.rows * layer.packing.columns, layer.packed)
-        for layer in layers
-        if layer.packing is not None
-    ]
+    packed = []  # (logical elements, codes)
     for module in model.modules():
-        if isinstance(module, AdaptedExperts):
+        if isinstance(module, FrozenLinear) and module.packing is not None:
+            packed.append((module.packing.rows * module.packing.columns, module.packed))
+        elif isinstance(module, AdaptedExperts):
             for name, how in module.packings.items():
                 codes = module.get_parameter(name + EXPERT_PACKED)
                 packed.append((codes.shape[0] * how.matrix.rows * how.matrix.columns, codes))
@@ -204,12 +210,13 @@ def weights_in(model: nn.Module) -> int:
 def packings_in(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
     """Of each weight that the recipe packs: its name, that of the plain weight, and what unpacks some of its rows."""
     packings: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
-    for path, layer in ((canonical_name(f"{path}.")[:-1], layer) for path, layer in model.named_modules()):
+    for wrapped_path, layer in model.named_modules():
+        path = canonical_name(f"{wrapped_path}.")[:-1]
         if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
-            packings[f"{path}.{PACKED_BASE}"] = f"{path}.weight", layer.packing.values_in
+            packings[f"{path}.{PACKED_BASE}"] = (f"{path}.weight", layer.packing.values_in)
         elif isinstance(layer, AdaptedExperts):
             for name, how in layer.packings.items():
-                packings[f"{path}.{name}{EXPERT_PACKED}"] = f"{path}.{name}", how.values_in
+                packings[f"{path}.{name}{EXPERT_PACKED}"] = (f"{path}.{name}", how.values_in)
     return packings
 
 
@@ -231,20 +238,22 @@ def adapt(
     packed. Those of ``packings`` are packed as the model's files store them.
     """
     stored = packings or {}
+    # All are listed before the first is replaced: a LoraLinear is no plain linear layer.
     model.requires_grad_(False)
     saved = saved_modules(model, spec)
     targets = target_layers(model, blocks, spec)
-    paths = {path for path in linear_layers(model, blocks) if not _is_within(path, saved)}
+    packable = {path for path in linear_layers(model, blocks) if not _is_within(path, saved)}
     stacks = set(expert_stacks(model, []))
     _adapt_mixtures(model, blocks, spec, targets, saved)
     for path in [path for path in targets if path not in stacks]:
-        quantize = spec.quantize if path in paths else "none"
+        quantize = spec.quantize if path in packable else "none"
         layer = model.get_submodule(path)
         model.set_submodule(path, LoraLinear(layer, spec, path, quantize, stored.get(path)))
-    for path in sorted(paths - set(targets)):
+    for path in sorted(packable - set(targets)):
         if spec.quantize != "none" or path in stored:
             frozen = FrozenLinear(model.get_submodule(path), spec.quantize, stored.get(path))
             model.set_submodule(path, frozen)
+    # The last word: nothing within a saved module was adapted or packed.
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
     return targets
@@ -259,6 +268,7 @@ def _adapt_mixtures(
 ) -> None:
     """Add adapters to the target stacks of experts, and pack those of the blocks if the recipe quantizes."""
     in_blocks = set(expert_stacks(model, blocks))
+    # A module packs both of its stacks or none, so what is known of the last one holds for it.
     owners = dict[str, Quantize]()
     for stack in expert_stacks(model, []):
         packed = stack in in_blocks and not _is_within(stack, saved)

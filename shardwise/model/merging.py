@@ -42,7 +42,8 @@ class Merged:
     """
 
     def __init__(self, adapted: nn.Module, read: ReadTensor, with_adapters: bool = True) -> None:
-        self._read, self._with_adapters = read, with_adapters
+        self._read = read
+        self._with_adapters = with_adapters
         self.norms: dict[str, Tensor] = {}
         self._frozen = {path: m for path, m in adapted.named_modules() if isinstance(m, FrozenLinear)}
         self._mixtures = {path: m for path, m in adapted.named_modules() if isinstance(m, AdaptedExperts)}
@@ -60,8 +61,9 @@ class Merged:
         """Names of the merged weights: of linear layers, and stacks of experts."""
         if not self._with_adapters:
             return []
+        layers = [f"{path}.weight" for path, layer in self._frozen.items() if self._merges(layer)]
         stacks = [f"{path}.{name}" for path, mixture in self._mixtures.items() for name in mixture.scales]
-        return [f"{path}.weight" for path, layer in self._frozen.items() if self._merges(layer)] + stacks
+        return layers + stacks
 
     def _merges(self, layer: FrozenLinear) -> TypeGuard[LoraLinear]:
         return self._with_adapters and isinstance(layer, LoraLinear)
@@ -88,18 +90,19 @@ class Merged:
             weight = layer.packing.unpack(self._read(f"{path}.{PACKED_BASE}"), torch.float32)
         else:
             stored = self._read(name)
-            weight = at_least_fp32(stored.t() if layer.transposed else stored)
+            weight = at_least_fp32(stored.t() if layer.transposed else stored)  # [o, i]
         if self._merges(layer):
             weight = weight + adapter_product(layer, path, self._read).to(weight.dtype)
             if layer.lora_magnitude_vector is not None:
-                norms = self.norms[path] = torch.linalg.vector_norm(weight, dim=1)
+                norms = torch.linalg.vector_norm(weight, dim=1)  # [o]
+                self.norms[path] = norms
                 weight = weight * (self._read(f"{path}.{MAGNITUDE}").to(norms) / norms).unsqueeze(1)
         return weight.t() if layer.transposed else weight
 
     def _read_stack(self, mixture: AdaptedExperts, name: str, last: str) -> Tensor:
         if (how := mixture.packings.get(last)) is not None:
-            packed = how.unpack(self._read(name + EXPERT_PACKED), torch.float32)
-            stack = packed.transpose(1, 2) if mixture.transposed else packed
+            unpacked = how.unpack(self._read(name + EXPERT_PACKED), torch.float32)  # always [E, o, i]
+            stack = unpacked.transpose(1, 2) if mixture.transposed else unpacked
         elif last in mixture.scales and self._with_adapters:
             stack = at_least_fp32(self._read(name))
         else:
@@ -108,7 +111,8 @@ class Merged:
             return stack
         stack = plus_product(stack, mixture, name, self._read)
         if has_magnitudes(mixture, last):
-            norms = self.norms[name] = torch.linalg.vector_norm(stack, dim=1 if mixture.transposed else 2)
+            norms = torch.linalg.vector_norm(stack, dim=1 if mixture.transposed else 2)  # [E, o]
+            self.norms[name] = norms
             stack = turned(stack, self._read(name + EXPERT_MAGNITUDE).to(norms) / norms, mixture)
         return stack
 
@@ -117,7 +121,8 @@ class Unmerged:
     """Reads the base's tensors from those of the merged model and the adapter, with the ``norms`` of ``Merged``."""
 
     def __init__(self, adapted: nn.Module, read: ReadTensor, norms: Mapping[str, Tensor]) -> None:
-        self._read, self._norms = read, norms
+        self._read = read
+        self._norms = norms
         self._layers = {path: m for path, m in adapted.named_modules() if isinstance(m, LoraLinear)}
         self._mixtures = {path: m for path, m in adapted.named_modules() if isinstance(m, AdaptedExperts)}
 
@@ -128,6 +133,7 @@ class Unmerged:
         stored = self._read(name)
         if (mixture := self._mixtures.get(path)) is not None and last in mixture.scales:
             stack = at_least_fp32(stored)
+            # ``Merged`` in the opposite order: first the factors of the rows, then the product.
             if has_magnitudes(mixture, last):
                 magnitudes = self._magnitudes(name + EXPERT_MAGNITUDE).to(stack)
                 stack = turned(stack, self._norms[name].to(stack) / magnitudes, mixture)
@@ -156,7 +162,8 @@ class Unmerged:
 
 def adapter_product(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:
     """scale · B A, [o, i]."""
-    a, b = at_least_fp32(read(f"{path}.{A}.weight")), at_least_fp32(read(f"{path}.{B}.weight"))
+    a = at_least_fp32(read(f"{path}.{A}.weight"))  # [r, i]
+    b = at_least_fp32(read(f"{path}.{B}.weight"))  # [o, r]
     return (b @ a) * layer.scale
 
 
@@ -167,7 +174,9 @@ def plus_product(
     last = name.rpartition(".")[2]
     if last not in mixture.scales:
         return stack
-    a, b = at_least_fp32(read(name + EXPERT_A)).to(stack), at_least_fp32(read(name + EXPERT_B)).to(stack)
+    a = at_least_fp32(read(name + EXPERT_A)).to(stack)  # [E, r, i]
+    b = at_least_fp32(read(name + EXPERT_B)).to(stack)  # [E, o, r]
+    # (B A)' = A' B', for a stack that is [E, i, o]
     left, right = (a.transpose(1, 2), b.transpose(1, 2)) if mixture.transposed else (b, a)
     return torch.baddbmm(stack, left, right, alpha=factor * mixture.scales[last])
 
@@ -184,8 +193,5 @@ def turned(stack: Tensor, factors: Tensor, mixture: AdaptedExperts) -> Tensor:
 
 def added_bias(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:
     """scale · c, [o]; a zero without one."""
-    return (
-        at_least_fp32(read(f"{path}.{B}.bias")) * layer.scale
-        if layer.lora_B.bias is not None
-        else torch.zeros(())
-    )
+    has_bias = layer.lora_B.bias is not None
+    return at_least_fp32(read(f"{path}.{B}.bias")) * layer.scale if has_bias else torch.zeros(())

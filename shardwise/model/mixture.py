@@ -77,7 +77,7 @@ class Router(nn.Module):
             noted.append((self, logits))
         scores = self._scores(logits)
         index = self._chosen(scores)
-        weights = scores.gather(-1, index)
+        weights = scores.gather(-1, index)  # without the bias, which has no part in the result
         if d.normalized_weights:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         return index, (weights * d.router_scale).to(tokens.dtype)
@@ -88,15 +88,16 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _chosen(self, scores: Tensor) -> Tensor:
-        d, bias = self.dimensions, self.e_score_correction_bias
-        by = scores if bias is None else scores + bias
+        d = self.dimensions
+        bias = self.e_score_correction_bias
+        ranked = scores if bias is None else scores + bias  # [t, E]
         if d.router_groups > 1:
             # A group's score is the sum of its two best experts' (DeepSeek-AI 2024, arXiv:2412.19437).
-            grouped = by.unflatten(-1, (d.router_groups, -1))
+            grouped = ranked.unflatten(-1, (d.router_groups, -1))  # [t, groups, E / groups]
             best = grouped.topk(2, dim=-1).values.sum(-1).topk(d.groups_per_token, dim=-1).indices
-            out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
-            by = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(-2)
-        return by.topk(d.experts_per_token, dim=-1).indices
+            excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            ranked = grouped.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(-2)
+        return ranked.topk(d.experts_per_token, dim=-1).indices
 
     @property
     def adjusts_bias(self) -> bool:
@@ -110,6 +111,7 @@ class Router(nn.Module):
             load: tokens of every expert, relative to the mean, [E]. left_out: 1 where the step updated nothing.
         """
         if self.e_score_correction_bias is not None:
+            # ``left_out`` is a factor, so that a skipped step needs no answer from the device.
             change = self.dimensions.router_bias_rate * (1 - left_out) * (1 - load).sign()
             self.e_score_correction_bias += change.to(self.e_score_correction_bias.dtype)
 
@@ -123,9 +125,11 @@ class Router(nn.Module):
         precise = _precise(logits)
         scores = self._scores(logits)
         mask = filled.to(scores.dtype)
+        # Only ``shares`` has a gradient: the number of choices is a constant of the loss.
         chosen = torch.zeros_like(scores).scatter(-1, self._chosen(scores), 1.0)
         shares = scores if d.router == "softmax" else scores / scores.sum(-1, keepdim=True)
-        load, score = (mask @ chosen) / mask.sum(), (mask @ shares) / mask.sum()
+        load = (mask @ chosen) / mask.sum()  # f_e, [E]
+        score = (mask @ shares) / mask.sum()  # P_e, [E]
         z = (precise.logsumexp(-1).square() @ mask) / mask.sum()
         return d.balance_loss * d.experts * (load * score).sum() + d.z_loss * z
 
@@ -178,15 +182,17 @@ class Experts(nn.Module):
         """[t, h] from tokens [t, h], experts int64 [t, k] and weights [t, k]."""
         if not has_grouped_products((self.gate_up_proj, self.down_proj)):
             return self._by_all(tokens, index, weight)
+        # Sorted rows: order [n] is the choice that a row is of, row [t, k] the row of a choice.
         by_expert, order = index.flatten().sort(stable=True)
         numbers = torch.arange(self.num_experts, device=index.device)
         ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
         row = order.argsort().view_as(index)
         if self._is_expert_parallel:
+            # Choices of other ranks' experts sort last; row n stands for no row (runtime/routed_rows.py).
             row = row.masked_fill(index >= self.num_experts, order.shape[0])
-        source = order // index.shape[1]
-        gate_up = grouped_product(rows_of(tokens, source, row), self.gate_up_proj, ends)
-        weights = rows_of(weight.reshape(-1, 1), order, row.view(-1, 1))
+        source = order // index.shape[1]  # the token of each row
+        gate_up = grouped_product(rows_of(tokens, source, row), self.gate_up_proj, ends)  # [n, 2 m]
+        weights = rows_of(weight.reshape(-1, 1), order, row.view(-1, 1))  # [n, 1]
         gate, up = gate_up.chunk(2, dim=-1)
         out = grouped_product(self.act_fn(gate) * up * weights, self.down_proj, ends)
         return sums_of(out, source, row)
@@ -199,6 +205,6 @@ class Experts(nn.Module):
             # Tokens without an expert here may have any values, NaN too, which a weight of 0 does not cancel.
             tokens = tokens.masked_fill(~chosen.any(1).any(-1, keepdim=True), 0.0)
         weights = torch.where(chosen, weight.unsqueeze(-1), 0.0).sum(1)  # [t, E]
-        gate_up = torch.einsum("th,emh->tem", tokens, self.gate_up_proj)
+        gate_up = torch.einsum("th,emh->tem", tokens, self.gate_up_proj)  # [t, E, 2 m]
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.einsum("tem,ehm->th", self.act_fn(gate) * up * weights.unsqueeze(-1), self.down_proj)

@@ -39,6 +39,7 @@ def require_kept(module: nn.Module) -> None:
     for path, owner in module.named_modules():
         for key, buffer in owner.named_buffers(recurse=False):
             name = f"{path}.{key}" if path else key
+            # Sharding and ``to_empty`` would give each name a tensor of its own, with a value of its own.
             if (other := first.setdefault(id(buffer), name)) != name:
                 fix = "register it once, and read it from the module that has it"
                 raise RecipeError("two buffers are one tensor", where=f"module: {other}, {name}", fix=fix)

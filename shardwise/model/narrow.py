@@ -30,9 +30,8 @@ def narrowed(model: nn.Module, compute: str) -> Iterator[str]:
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute, torch.float32)
     tensors = _fp32_tensors(model, dtype)
-    names = list(
-        dict.fromkeys(block_pattern(name) for name, t in tensors.items() if isinstance(t, nn.Parameter))
-    )
+    parameters = [name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)]
+    names = list(dict.fromkeys(map(block_pattern, parameters)))
     if names:
         others = f" and {len(names) - SHOWN} others" if len(names) > SHOWN else ""
         risk = ", whose products may overflow: bf16 is safer" if dtype == torch.float16 else ""
@@ -42,6 +41,7 @@ def narrowed(model: nn.Module, compute: str) -> Iterator[str]:
 
 def _tables(model: nn.Module) -> Iterator[Tensor]:
     """Buffers that no file has. Those of our own models are all kept."""
+    # Every model class of transformers has this attribute, whether or not it names a module.
     ours = not any(hasattr(module, "_keep_in_fp32_modules_strict") for module in model.modules())
     for module in model.modules():
         unsaved = non_persistent_buffers(module)
@@ -50,7 +50,9 @@ def _tables(model: nn.Module) -> Iterator[Tensor]:
 
 def _fp32_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors that classes of transformers name: some for every narrow dtype, some for fp16 alone."""
-    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == torch.float16 else [])]
+    lists = ["_keep_in_fp32_modules_strict"]
+    if dtype == torch.float16:
+        lists.append("_keep_in_fp32_modules")
     globs = {glob for module in model.modules() for key in lists for glob in getattr(module, key, None) or ()}
     if dtype.itemsize > 2 or not globs:
         return {}

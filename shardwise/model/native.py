@@ -45,6 +45,7 @@ _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 def _auxiliary(noted: Sequence[tuple[Router, Tensor]], filled: Tensor) -> Tensor:
     """The auxiliary losses of the routers of a pass. Raises RecipeError where a rank has a part of the sequences."""
+    # Under sequence parallelism a router sees a part of the tokens, and ``filled`` has all.
     if any(len(logits) != len(filled) for _, logits in noted):
         raise RecipeError(
             "sequences cannot be shared out",
@@ -61,10 +62,13 @@ class NativeModel(Blueprint):
     def __init__(self, dimensions: Dimensions, name: str = "") -> None:
         d = self.dimensions = dimensions
         self.name = name or f"{d.family}-{d.layers}x{d.width}"
-        self.vocab, self.context = d.vocab, d.context
+        self.vocab = d.vocab
+        self.context = d.context
         self.width = d.width
-        kinds = ("dense",) * d.dense_layers + ("mixture",) * d.mixtures
-        self.depth, self.block_kinds = (None, kinds) if d.dense_layers else (d.layers, None)
+        # A mixture whose first blocks are dense has two kinds of blocks, so it has no depth to vary.
+        self.depth = None if d.dense_layers else d.layers
+        if d.dense_layers:
+            self.block_kinds = ("dense",) * d.dense_layers + ("mixture",) * d.mixtures
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, sequence_length: int) -> Self:
@@ -119,7 +123,9 @@ class NativeModel(Blueprint):
 
     def tensor_plan(self, model: nn.Module) -> TensorPlan:
         d = self.dimensions
-        heads, kv_heads = Split("column", d.heads, "heads"), Split("column", d.kv_heads, "key/value heads")
+        # Whole heads: attention reshapes its part of the channels into them.
+        heads = Split("column", d.heads, "heads")
+        kv_heads = Split("column", d.kv_heads, "key/value heads")
         return {
             "embed_tokens": Split("vocabulary"),
             "embed_positions": Split("positions"),
@@ -179,7 +185,7 @@ class NativeModel(Blueprint):
     @torch.no_grad()
     def fill(self, model: nn.Module, seed: int) -> None:
         with torch.device("meta"):
-            aliases = shared_names(self.build(depth=0))
+            aliases = shared_names(self.build(depth=0))  # no block shares a weight
         share(model, aliases)
         for name, parameter in named_parameters(model):
             self._fill_one(aliases.get(name, name), parameter, seed)
@@ -189,7 +195,7 @@ class NativeModel(Blueprint):
     def _fill_one(self, name: str, parameter: Tensor, seed: int) -> None:
         if name.endswith("bias"):
             local_part(parameter).fill_(0.0)
-        elif "norm." in name:
+        elif "norm." in name:  # input_layernorm., q_norm., kv_a_layernorm.
             local_part(parameter).fill_(1.0)
         elif name.endswith(_RESIDUAL):
             fill_normal(parameter, STD / math.sqrt(2 * self.dimensions.layers), seed, name)

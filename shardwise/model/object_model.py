@@ -42,6 +42,7 @@ class GivenModel:
         if real and len(real) < len(tensors):
             missing = min(tensors.keys() - real)
             raise RecipeError("a part of the module is on the meta device", where=f"module: {missing}")
+        # The copy has no values: ranks get it by pickle, and the values from the file.
         self._module = on_meta(module)
         self._loss = loss
         self._dataset = dataset
@@ -79,6 +80,7 @@ class ObjectModel(FactoryModel):
             for name, tensor in _tensors_by_name(model).items():
                 whole = file.get_slice(name)
                 target = real_pairs(tensor)
+                # A slice of safetensors cannot index a scalar.
                 value = whole[local_slices(target)] if whole.get_shape() else file.get_tensor(name)
                 local_part(target).copy_(value)
 
@@ -97,6 +99,7 @@ def real_pairs(tensor: Tensor) -> Tensor:
 
 def on_meta(module: nn.Module) -> nn.Module:
     """A copy without values; shared tensors stay shared. Raises RecipeError for one that cannot be copied."""
+    # deepcopy takes from the memo what it has already copied, so it never copies a value.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -111,9 +114,14 @@ def on_meta(module: nn.Module) -> nn.Module:
             for name, value in vars(owner).items()
             if isinstance(value, Tensor) and not value.is_leaf
         )
+        where = f"module: {type(module).__name__}"
+        why = f"{type(error).__name__}: {error}"
+        if results:
+            where = f"module: {results[0]}"
+            why = "a result of autograd is its attribute"
         raise RecipeError(
             "the module cannot be copied",
-            where=f"module: {results[0]}" if results else f"module: {type(module).__name__}",
-            why="a result of autograd is its attribute" if results else f"{type(error).__name__}: {error}",
+            where=where,
+            why=why,
             fix="delete what a forward pass left there; for weight_norm, use torch.nn.utils.parametrizations",
         ) from error

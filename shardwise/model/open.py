@@ -21,9 +21,9 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
             lacks the target layers; or the objective cannot be made.
         CheckpointError: a file of the model is damaged.
     """
-    made = model_of(recipe)
-    made.minimises = _training_objective(recipe)
-    return made
+    blueprint = model_of(recipe)
+    blueprint.minimises = _training_objective(recipe)
+    return blueprint
 
 
 def model_of(recipe: Recipe) -> Blueprint:
@@ -43,9 +43,10 @@ def _training_objective(recipe: Recipe) -> TrainingObjective:
         return OwnLoss()
     if spec.factory is None:
         assert spec.name is not None
-        made = require_plugin(OBJECTIVES[spec.name], f"objective: {spec.name}").objective(recipe)
-        assert isinstance(made, TrainingObjective)
-        return made
+        plugin = require_plugin(OBJECTIVES[spec.name], f"objective: {spec.name}")
+        objective = plugin.objective(recipe)
+        assert isinstance(objective, TrainingObjective)
+        return objective
     where = f"objective.factory: {spec.factory}"
     function = resolve(spec.factory, "objective.factory")
     try:
@@ -81,11 +82,11 @@ def base_of(recipe: Recipe) -> Blueprint:
     if spec.hf is not None:
         from shardwise.model.hf import HuggingFaceModel
 
-        made = HuggingFaceModel(
+        model = HuggingFaceModel(
             spec.hf, length, spec.objective, recipe.data.decoder_length, dropout=spec.dropout
         )
-        made.require_objective()
-        return made
+        model.require_objective()
+        return model
     if spec.factory is not None:
         from shardwise.model.factory import FactoryModel
         from shardwise.model.object_model import ObjectModel

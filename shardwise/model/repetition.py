@@ -25,6 +25,7 @@ def repetition_of(kinds: Sequence[object]) -> Repetition | None:
     for first in range(len(kinds) // 2 + 1):
         rest = kinds[first:]
         for period in range(1, max(1, len(rest) // 2) + 1):
+            # A list that equals itself shifted by the period repeats after it.
             if rest[period:] == rest[:-period]:
                 return Repetition(len(kinds), period, first)
     return None

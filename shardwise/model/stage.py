@@ -44,6 +44,7 @@ class Stages(nn.Module):
 
 def renumbered(blocks: nn.ModuleList, start: int) -> nn.ModuleList:
     """The same list with names counted from ``start``. It can be iterated over and sliced, not indexed."""
+    # All old names go first: an old one may be another block's new one.
     modules = list(blocks._modules.items())
     for name, _ in modules:
         del blocks._modules[name]

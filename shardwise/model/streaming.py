@@ -18,7 +18,9 @@ from shardwise.model.merging import ReadTensor
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.torch_private import non_persistent_buffers
 
-BATCH, COMPARED_TOKENS = 2, 16
+# The size of the batch that compares two sets of weights.
+BATCH = 2
+COMPARED_TOKENS = 16
 
 
 class StreamedTensors:
@@ -27,19 +29,21 @@ class StreamedTensors:
     def __init__(
         self, tensors: list[tuple[nn.Module, str, str]], read: ReadTensor, dtype: torch.dtype
     ) -> None:
-        self.tensors, self.read, self.dtype = tensors, read, dtype
-        self._empty = [_held(owner, key)[key] for owner, key, _ in tensors]
+        self.tensors = tensors
+        self.read = read
+        self.dtype = dtype
+        self._on_meta = [_tensors_with(owner, key)[key] for owner, key, _ in tensors]
 
     def load(self, *_: Any) -> None:
         for owner, key, name in self.tensors:
             value = self.read(name)
             value = value.to(self.dtype) if value.is_floating_point() else value
-            tensors = _held(owner, key)
+            tensors = _tensors_with(owner, key)
             tensors[key] = nn.Parameter(value, requires_grad=False) if tensors is owner._parameters else value
 
     def free(self, *_: Any) -> None:
-        for (owner, key, _name), empty in zip(self.tensors, self._empty, strict=True):
-            _held(owner, key)[key] = empty
+        for (owner, key, _name), placeholder in zip(self.tensors, self._on_meta, strict=True):
+            _tensors_with(owner, key)[key] = placeholder
 
 
 class StreamedModel:
@@ -56,12 +60,14 @@ class StreamedModel:
             model = self.model = blueprint.build()
         aliases = shared_names(model)
         model.eval()
+        # No file has them, so ``restore`` computes them: on the CPU, and for all of the run.
         for module in model.modules():
             for key in non_persistent_buffers(module):
                 if (buffer := module._buffers[key]) is not None:
                     module._buffers[key] = torch.empty_like(buffer, device="cpu")
         blueprint.restore(model)
-        paths = self.paths = {module: path for path, module in model.named_modules()}
+        paths = {module: path for path, module in model.named_modules()}
+        self.paths = paths
 
         def tensors_of(owners: list[nn.Module]) -> StreamedTensors:
             tensors = [
@@ -78,7 +84,8 @@ class StreamedModel:
         self.outside = [(module, streamed) for module, streamed in outside if streamed.tensors]
 
 
-def _held(owner: nn.Module, key: str) -> dict[str, Any]:
+def _tensors_with(owner: nn.Module, key: str) -> dict[str, Any]:
+    """The parameters of a module, or its buffers: those that have this key."""
     return owner._parameters if key in owner._parameters else owner._buffers
 
 

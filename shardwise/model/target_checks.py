@@ -15,9 +15,14 @@ from shardwise.runtime.parallel.shard_slices import shared_names
 
 def require_targets(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> None:
     """Raise RecipeError for a key of the recipe that names no layer of the model. ``model`` is not adapted yet."""
-    names = spec.targets if isinstance(spec.targets, tuple) else (spec.targets,)
-    for target in names:
-        one = spec.model_copy(update={"targets": (target,) if isinstance(spec.targets, tuple) else target})
+    # A list of names stays a list: a lone string is a keyword or a regular expression.
+    choices: list[tuple[str, str | tuple[str, ...]]]
+    if isinstance(spec.targets, tuple):
+        choices = [(name, (name,)) for name in spec.targets]
+    else:
+        choices = [(spec.targets, spec.targets)]
+    for target, targets in choices:
+        one = spec.model_copy(update={"targets": targets})
         if not target_layers(model, blocks, one):
             raise _no_target(model, blocks, target, one)
     _require_saved(model, spec)
@@ -60,7 +65,8 @@ def _no_target(model: nn.Module, blocks: Sequence[nn.Module], target: str, spec:
     aliases = shared_names(model)
     shared = [path for path, _ in model.named_modules() if f"{path}.weight" in aliases]
     if any(is_targeted(path, spec.targets) for path in shared):
-        why, fix = "it shares its weight with the embedding", "leave it out, or give a base that is not tied"
+        why = "it shares its weight with the embedding"
+        fix = "leave it out, or give a base that is not tied"
     elif target_layers(model, blocks, spec.model_copy(update={"layers_to_transform": None})):
         why = f"layers_to_transform is {list(spec.layers_to_transform or ())}, and it is in none of these blocks"
         fix = "number blocks from 0, and leave out layers outside of blocks"
@@ -82,14 +88,16 @@ def _require_saved(model: nn.Module, spec: AdapterSpec) -> None:
         tensors = {
             f"{path}.{key}" for path in matches for key, _ in model.get_submodule(path).named_parameters()
         }
-        why, fix = "", "give the end of a module's path, such as lm_head"
+        why = ""
+        fix = "give the end of a module's path, such as lm_head"
         if not matches or next(module.parameters(), None) is None:
             why = "no module with weights has a path that ends so"
         elif tensors & shared:
             why = "it shares its weight, and a copy that is trained alone would untie the model"
             fix = "save the base with tie_word_embeddings false and two weights first"
         elif next(module.buffers(), None) is not None:
-            why, fix = "it has buffers, which change without being trained", "train its parts"
+            why = "it has buffers, which change without being trained"
+            fix = "train its parts"
         if why:
             raise RecipeError(
                 f"{name!r} cannot be trained in full", where="adapter.modules_to_save", why=why, fix=fix

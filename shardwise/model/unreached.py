@@ -47,7 +47,8 @@ def matrices(model: nn.Module, within: Sequence[nn.Module], but: Collection[str]
         if module not in inside or module in left_out:
             continue
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter not in seen and sum(size > 1 for size in parameter.shape) > 1:
+            # A dim of size 1 makes no matrix of a vector.
+            if parameter not in seen and len([size for size in parameter.shape if size > 1]) > 1:
                 seen.add(parameter)
                 name = f"{path}.{key}" if path else key
                 yield Matrix(name, path, type(module).__name__, tuple(parameter.shape), parameter.numel())
@@ -78,7 +79,9 @@ def reach_in_words(reached_shares: dict[str, float], of: str) -> str:
     ]
     named[0] = f"{named[0][:-1]} of {of})"
     rest = list(reached_shares.values())[SHOWN:]
-    return ", ".join([*named, *([f"{len(rest)} others ({percent(sum(rest))})"] if rest else [])])
+    if rest:
+        named.append(f"{len(rest)} others ({percent(sum(rest))})")
+    return ", ".join(named)
 
 
 def percent(share: float) -> str:

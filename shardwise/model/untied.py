@@ -33,6 +33,7 @@ class _Untied(HuggingFaceModel):
     """A model of transformers whose output layers ``heads`` are not in the files of its folder."""
 
     def __init__(self, tied: HuggingFaceModel, heads: list[str]) -> None:
+        # Without the cached properties, which would be those of the tied model.
         shared_state = {
             name: value for name, value in vars(tied).items() if name not in ("depth", "_reference")
         }

@@ -63,7 +63,8 @@ class _ReadsToo:
     layer: nn.Linear
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        numbers = self.layer(args[0])
+        # It runs when its result is not asked for, too: ranks gather its weights in every forward pass.
+        numbers = self.layer(args[0])  # [b, s, 1]
         if (noted := _noted_values.get()) is not None:
             noted.append(at_least_fp32(numbers.squeeze(-1)))
 
