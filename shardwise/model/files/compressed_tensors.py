@@ -15,8 +15,9 @@ from typing import Any
 
 from shardwise.core.scheme import Scheme
 
-METHOD, OWN_METHOD = "compressed-tensors", "shardwise"
-"""Values of ``quant_method``."""
+# Values of ``quant_method``.
+METHOD = "compressed-tensors"
+OWN_METHOD = "shardwise"
 EXPERTS = r"re:.*\.experts\.\d+\..*"
 """The matrices of experts, under their names in the files; transformers looks for a pattern with this word."""
 
@@ -32,10 +33,16 @@ def quantization_config(
         symmetric: whether the codes have no zero points.
         experts: the scheme of a mixture's experts, whose codes have no zero points; None without any.
     """
-    said = {"method": method, "scheme": scheme.name}
+    origin = {"method": method, "scheme": scheme.name}
     if scheme.kind == "nf4" or method == "kashin":
         form = "nf4" if scheme.kind == "nf4" else method
-        return {"quant_method": OWN_METHOD, "format": form, "bits": scheme.bits, "ignore": [*ignored], **said}
+        return {
+            "quant_method": OWN_METHOD,
+            "format": form,
+            "bits": scheme.bits,
+            "ignore": [*ignored],
+            **origin,
+        }
     groups = {"group_0": _config_group(scheme, ["Linear"], symmetric)}
     if experts is not None and (experts != scheme or not symmetric):
         groups["group_1"] = _config_group(experts, [EXPERTS], symmetric=True)
@@ -45,7 +52,7 @@ def quantization_config(
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": [*ignored],
-        OWN_METHOD: said,
+        OWN_METHOD: origin,
     }
 
 

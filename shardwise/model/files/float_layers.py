@@ -34,16 +34,19 @@ class BlockScaledFormat(Format):
 
     def shape(self, tensors: Tensors, read: Callable[[str], Tensor]) -> tuple[int, ...]:
         rows, columns = tensors["weight"].shape
-        return rows, columns * (1 if tensors["weight"].is_floating_point() else 2)
+        if not tensors["weight"].is_floating_point():
+            columns *= 2  # two e2m1 values in a byte
+        return rows, columns
 
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> Float8Weight | Float4Weight:
         values = tensors["weight"]
         scale = next(tensors[mark] for mark in self.marks if mark in tensors)
+        # Powers of two (MX formats), whose exponents some tools store as plain bytes.
         if scale.dtype == torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
         if not values.is_floating_point():
             return Float4Weight(values.view(torch.uint8), scale)
-        scale = scale.float() if scale.itemsize == 1 else scale
+        scale = scale.float() if scale.itemsize == 1 else scale  # no arithmetic in e8m0
         return Float8Weight(values, scales_per_row(scale, shape, self.block if scale.dim() else None))
 
 
@@ -59,7 +62,7 @@ class MXFP4Stack(Format):
 
     def shape(self, tensors: Tensors, read: Callable[[str], Tensor]) -> tuple[int, ...]:
         count, rows, groups, pairs = tensors["blocks"].shape
-        return count, groups * pairs * 2, rows
+        return count, groups * pairs * 2, rows  # [e, in, out], as the model has it
 
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> Float4Weight:
         return Float4Weight(tensors["blocks"].flatten(1), tensors["scales"].view(torch.float8_e8m0fnu))
@@ -88,6 +91,7 @@ class BitsAndBytesFormat(Format):
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> BitsAndBytesWeight | IntWeight:
         weight = tensors["weight"]
         if "SCB" in tensors:
+            # SCB is the largest absolute value of a row, which has the code 127.
             return IntWeight(weight, tensors["SCB"].float().view(-1, 1) / 127, None, 8, 8)
         state = next(tensors[mark] for mark in self.read_to_plan if mark in tensors)
         double = None

@@ -105,7 +105,8 @@ _ONLY: dict[str, dict[str, Any]] = {
 def _require_known_mixture(d: Dimensions) -> None:
     """Raise RecipeError for a mixture that transformers has in no class."""
     kind = _class_of(d)
-    for key, value in (_ONLY[kind] if d.experts else {}).items():
+    fixed = _ONLY[kind] if d.experts else {}
+    for key, value in fixed.items():
         if getattr(d, key) != value:
             raise _not_written(key, f"its {kind} has it at {str(value).lower()}")
     if d.experts and d.kv_lora_rank and (not d.shared_ffn or d.shared_ffn % d.expert_width):
@@ -132,16 +133,17 @@ def _mixture_group(d: Dimensions, name: str, shape: TensorShape) -> TensorGroup:
         return unchanged_tensor(name, stored, shape)
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     parts = (gate, up) if kind == "gate_up_proj" else (down,)
-    experts, rows, columns = shape
+    experts, rows, columns = shape  # rows: those of the gate and then those of up
     height = rows // len(parts)
-    slices = {
-        f"{path}.{number}.{part}.weight": StackSlice(name, number, at * height, (at + 1) * height)
-        for number in range(experts)
-        for at, part in enumerate(parts)
-    }
+    slices: dict[str, StackSlice] = {}
+    for number in range(experts):
+        for index, part in enumerate(parts):
+            stored_name = f"{path}.{number}.{part}.weight"
+            slices[stored_name] = StackSlice(name, number, index * height, (index + 1) * height)
     shapes = dict.fromkeys(slices, (height, columns))
 
     def make(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        # The order of ``slices``: expert by expert, the gate before up.
         matrices = (part for matrix in tensors[0] for part in matrix.chunk(len(parts)))
         return dict(zip(shapes, matrices, strict=True))
 
@@ -155,16 +157,16 @@ def _gpt2_groups(shapes: Mapping[str, TensorShape]) -> Iterator[TensorGroup]:
             yield unchanged_tensor(name, f"{_GPT2_OUTSIDE[path]}.{kind}", shape)
             continue
         number, _, part = path.removeprefix("layers.").partition(".")
+        # c_attn is written where queries come; keys and values are passed over.
         if part == "self_attn.q_proj":
             names = tuple(name.replace("q_proj", f"{letter}_proj") for letter in "qkv")
             yield _joined_linear(names, f"transformer.h.{number}.attn.c_attn.{kind}", shape)
         elif part in _GPT2_PARTS:
             stored = f"transformer.h.{number}.{_GPT2_PARTS[part]}.{kind}"
-            yield (
-                _joined_linear((name,), stored, shape)
-                if len(shape) == 2
-                else unchanged_tensor(name, stored, shape)
-            )
+            if len(shape) == 2:
+                yield _joined_linear((name,), stored, shape)
+            else:
+                yield unchanged_tensor(name, stored, shape)
 
 
 def _joined_linear(names: tuple[str, ...], stored: str, shape: TensorShape) -> TensorGroup:
@@ -235,7 +237,7 @@ def _latent_config(d: Dimensions) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        "head_dim": d.rotary_width,
+        "head_dim": d.rotary_width,  # of DeepSeek-V3: that of the rotation
         "kv_lora_rank": d.kv_lora_rank,
         "q_lora_rank": d.q_lora_rank or None,
         "qk_nope_head_dim": d.head_width - d.rotary_width,

@@ -40,7 +40,8 @@ from shardwise.model.lora import A, is_adapter
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 """PEFT's task type by objective; it has none for masked language models."""
@@ -82,7 +83,7 @@ class AdapterFiles(WeightFiles):
         self.config = _read_config(folder)
         super().__init__(folder, single=TENSORS)
         plain = {stored.removeprefix(PREFIX): stored for stored in self.shapes}
-        described = self.spec("all")
+        described = self.spec("all")  # for ranks alone, which do not depend on the targets
         shapes = {name: self.shapes[stored] for name, stored in plain.items()}
         experts = names_here(shapes, self.config, lambda path: described.strength(path)[0])
         self._stored = {experts.get(name, name.replace(_COPY, ".")): stored for name, stored in plain.items()}
@@ -103,8 +104,9 @@ class AdapterFiles(WeightFiles):
             if (adapter := expert_adapter(name)) is not None:
                 self.shapes[name] = shape_here(name, self.shapes[name], described.strength(adapter[0])[0])
         for name, path in sorted(self._inputs()):
-            shape, (rank, _) = self.shapes[name], described.strength(path)
-            if shape[-2:-1] != (rank,):
+            shape = self.shapes[name]
+            rank, _ = described.strength(path)
+            if shape[-2:-1] != (rank,):  # A [r, i], or [E, r, i]
                 raise self._incomplete(f"{name} is {list(shape)}, and {CONFIG} gives it the rank {rank}")
 
     def stored_name(self, name: str) -> str:
@@ -187,23 +189,21 @@ class AdapterFiles(WeightFiles):
         self._require_config(spec)
         if base is not None:
             self.require_base(base)
-        where = str(self.folder / TENSORS)
         for name in sorted((self.shapes.keys() - self.copies) | expected.keys()):
-            shape, wanted = self.shapes.get(name), expected.get(name)
-            if wanted is None:
-                raise CheckpointError(
-                    "the adapter is of another model, or of other targets",
-                    where=where,
-                    why=f"it has {name}, which this model lacks",
-                    fix="give the model it was trained on, and its targets",
-                )
-            if shape != wanted:
-                raise CheckpointError(
-                    "the adapter is of another model, or of other targets",
-                    where=where,
-                    why=f"{name} is {list(shape) if shape else 'absent'} there and {list(wanted)} in this model",
-                    fix="give the model it was trained on, and its targets",
-                )
+            stored_shape = self.shapes.get(name)
+            expected_shape = expected.get(name)
+            if stored_shape == expected_shape:
+                continue
+            why = f"it has {name}, which this model lacks"
+            if expected_shape is not None:
+                there = list(stored_shape) if stored_shape else "absent"
+                why = f"{name} is {there} there and {list(expected_shape)} in this model"
+            raise CheckpointError(
+                "the adapter is of another model, or of other targets",
+                where=str(self.folder / TENSORS),
+                why=why,
+                fix="give the model it was trained on, and its targets",
+            )
 
     def require_base(self, base: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError if modules to save are missing, or the base's own tensors have other shapes."""
@@ -218,8 +218,8 @@ class AdapterFiles(WeightFiles):
                 raise self._other_base(f"{name} is {list(self.shapes[name])} there, and {here} here")
 
     def _incomplete(self, why: str) -> CheckpointError:
-        where, fix = str(self.folder / TENSORS), "save or copy it again"
-        return CheckpointError("the adapter is incomplete", where=where, why=why, fix=fix)
+        where = str(self.folder / TENSORS)
+        return CheckpointError("the adapter is incomplete", where=where, why=why, fix="save or copy it again")
 
     def require_copies(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raise CheckpointError if the base's own tensors in the file are not those of this base.
@@ -229,9 +229,9 @@ class AdapterFiles(WeightFiles):
                 of the two dtypes.
         """
         for name, tensor in tensors:
-            if name in self.copies and (
-                tuple(tensor.shape) != self.shapes[name] or not self._is_copy(tensor, name)
-            ):
+            if name not in self.copies:
+                continue
+            if tuple(tensor.shape) != self.shapes[name] or not self._is_copy(tensor, name):
                 raise self._other_base(f"its {name} is not the base's, which was resized or trained")
 
     @torch.no_grad()
@@ -279,7 +279,8 @@ class AdapterFiles(WeightFiles):
 
 def targeted_by(config: Mapping[str, Any], path: str) -> bool:
     """Whether PEFT adapts the layer at ``path``, as its ``check_target_module_exists`` says."""
-    targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
+    targets = config.get("target_modules") or ()
+    excluded = config.get("exclude_modules") or ()
     if targets == "all-linear" or _matches_names(excluded, path):
         return False  # all-linear depends on the classes of the model
     if any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in config.get("modules_to_save") or ()):

@@ -56,6 +56,7 @@ def is_rewritten(path: str, spec: AdapterSpec) -> bool:
 def with_patterns(config: dict[str, Any], renamed: Collection[str]) -> dict[str, Any]:
     """A config in which ranks and alphas of single layers also match the weights of these layers."""
     for key in ("rank_pattern", "alpha_pattern"):
+        # PEFT matches a pattern with the parameter's path, which has a ``.weight`` that the layer's lacks.
         matched = {path: by_pattern(config[key], path, None) for path in sorted(renamed)}
         config[key] |= {f"{re.escape(path)}.weight": value for path, value in matched.items() if value}
     return config
@@ -83,9 +84,12 @@ def names_here(
         depth = match[2].count(".")
         stacks = [f"{owner}.{last}" for last in EXPERT_WEIGHTS]
         targets = [stack for stack in stacks if targets_parameter(config, stack)]
+        # A linear layer that is called like a stack's module has an A of r rows; experts have one of E · r.
         rows = shapes.get(_wrapper(owner, depth, "lora_A.weight"), ())[:1]
-        if depth < len(targets) and (depth or rows != (rank(owner),)):
-            renames[name] = targets[-1 - depth] + _ENDS[match[3]]
+        if depth < len(targets) and (depth > 0 or rows != (rank(owner),)):
+            renames[name] = (
+                targets[-1 - depth] + _ENDS[match[3]]
+            )  # the outermost wrapper is of the last target
     return renames
 
 
@@ -100,6 +104,7 @@ def names_there(names: Collection[str]) -> dict[str, str]:
         if (adapter := expert_adapter(name)) is None:
             continue
         owner, _, last = adapter[0].rpartition(".")
+        # Each adapted parameter that the module defines later wraps this one once more.
         outer = EXPERT_WEIGHTS[EXPERT_WEIGHTS.index(last) + 1 :]
         depth = sum(1 for other in outer if f"{owner}.{other}{EXPERT_A}" in names)
         renames[name] = _wrapper(owner, depth, next(end for end, here in _ENDS.items() if here == adapter[1]))
@@ -110,12 +115,14 @@ def shape_here(name: str, stored: tuple[int, ...], rank: int) -> tuple[int, ...]
     """The shape of an expert adapter's parameter from that in the file; the same if it does not fit the rank."""
     if name.endswith(EXPERT_MAGNITUDE):
         return stored
-    sides = (0, 1) if name.endswith(EXPERT_A) else (1, 0)
-    if len(stored) != 2 or stored[sides[0]] % rank:
+    if len(stored) != 2:
         return stored
-    experts = stored[sides[0]] // rank
-    width = stored[sides[1]]
-    return (experts, rank, width) if name.endswith(EXPERT_A) else (experts, width, rank)
+    is_a = name.endswith(EXPERT_A)
+    joined, width = stored if is_a else (stored[1], stored[0])  # [E · r, i] of A, [o, r · E] of B
+    if joined % rank:
+        return stored
+    experts = joined // rank
+    return (experts, rank, width) if is_a else (experts, width, rank)
 
 
 def layout_here(name: str, stored: Tensor, shape: tuple[int, ...]) -> Tensor:

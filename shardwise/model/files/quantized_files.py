@@ -107,9 +107,9 @@ def _own(config: Mapping[str, Any], where: str) -> Formats:
 def _gptq(config: Mapping[str, Any], where: str) -> Formats:
     version = config.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2") or config.get("dynamic"):
-        raise _unreadable_format(
-            "dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where
-        )
+        why = "dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}"
+        raise _unreadable_format(why, where)
+    # Version 1 stores zero points less one.
     read = GPTQFormat(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
     return lambda path: read
 
@@ -153,6 +153,7 @@ class QuantizedFiles(WeightFiles):
     """
 
     def __init__(self, folder: Path, formats: Formats, kind: str) -> None:
+        # Two views of the folder: its own tensors change here, and ``_raw`` reads the stored ones.
         super().__init__(folder)
         self._raw = WeightFiles(folder)
         self._layers: dict[str, _StoredLayer] = {}
@@ -171,11 +172,13 @@ class QuantizedFiles(WeightFiles):
             return  # a parameter that is called like a scale
         with self._checked(path):
             shape = form.shape(self._meta_tensors(names), lambda part: self._raw.read(names[part]))
+        # Before the weight is added: its name may be that of a stored tensor.
         for name in names.values():
             self._hide(name)
         weight = path + form.weight_suffix
         self._layers[weight] = _StoredLayer(form, shape, names)
-        self.shapes[weight], self.kinds[weight] = shape, kind
+        self.shapes[weight] = shape
+        self.kinds[weight] = kind
         self._files[weight] = Path(self._raw.file_of(next(iter(names.values()))))
 
     def _meta_tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -250,15 +253,17 @@ class QuantizedFiles(WeightFiles):
         if name not in self._layers:
             yield from super()._matched_pieces(tensor, name)
             return
-        part, slices = local_part(tensor), local_slices(tensor)
+        part = local_part(tensor)
+        slices = local_slices(tensor)
         if part.numel() == 0:
             return
+        # Scales and codes of a layer do not follow the shard's borders, so it is dequantized whole.
         if not self._layers[name].form.stacked:
             yield part, self.read(name)[slices]
             return
         matrices, *rest = slices or (slice(0, part.shape[0]),)
-        for own, index in enumerate(range(matrices.start, matrices.stop)):
-            yield part[own], self.read_matrix(name, index)[tuple(rest)]
+        for local_index, index in enumerate(range(matrices.start, matrices.stop)):
+            yield part[local_index], self.read_matrix(name, index)[tuple(rest)]
 
 
 def _matrix_shape(layer: _StoredLayer) -> tuple[int, int]:

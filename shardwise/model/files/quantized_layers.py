@@ -125,12 +125,15 @@ def scales_per_row(scale: Tensor, shape: tuple[int, int], block: tuple[int, int]
         group = math.gcd(columns, block[1])
         scale = scale.repeat_interleave(block[0], 0)[:rows]
         scale = scale.repeat_interleave(block[1] // group, 1)[:, : columns // group]
-    return (scale.view(-1, 1) if scale.dim() < 2 else scale).expand(rows, -1).contiguous()
+    by_row = scale.view(-1, 1) if scale.dim() < 2 else scale
+    return by_row.expand(rows, -1).contiguous()  # one scale of the tensor becomes one for each row
 
 
 def _spaced(words: Tensor, width: int, count: int) -> Tensor:
+    """Signed codes [rows, count] of words [rows, words], each of which has whole codes from its lowest bit on."""
     shifts = torch.arange(32 // width, dtype=torch.int32) * width
-    codes = words.unsqueeze(2) >> shifts & (1 << width) - 1
+    mask = (1 << width) - 1
+    codes = words.unsqueeze(2) >> shifts & mask  # [rows, words, codes of a word]
     return signed(codes.flatten(1)[:, :count].to(torch.uint8), width)
 
 
@@ -150,13 +153,14 @@ class GPTQFormat(Format):
 
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
         rows, columns = shape
-        codes = from_words(tensors["qweight"].t(), self.width, columns)
+        codes = from_words(tensors["qweight"].t(), self.width, columns)  # words are along the inputs
         stored = unpack_bits(bytes_in(tensors["qzeros"]), self.width, rows)
+        # In 16 bits, since the largest zero point plus one overflows a code. The sum wraps around.
         zeros = (stored.to(torch.int16) + self.offset) % (1 << self.width)
         zero = signed(zeros.to(torch.uint8), self.width).t().contiguous()
-        consecutive = torch.arange(columns, dtype=torch.int32) // (
-            columns if self.group == -1 else self.group
-        )
+        group_size = columns if self.group == -1 else self.group
+        consecutive = torch.arange(columns, dtype=torch.int32) // group_size
+        # Without act-order g_idx is consecutive and says nothing new.
         group_of = tensors.get("g_idx")
         same = group_of is None or torch.equal(group_of, consecutive)
         scale = tensors["scales"].t().contiguous()

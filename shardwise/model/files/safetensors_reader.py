@@ -72,6 +72,7 @@ class WeightFiles:
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
                     self.kinds[name] = opened.get_slice(name).get_dtype()
                     self._files[name] = folder / file
+        # A file that is there may lack a tensor of the index, or have it in the place of another file.
         for name, file in index.items():
             if self._files.get(name) != folder / file:
                 raise CheckpointError(
@@ -126,16 +127,17 @@ class WeightFiles:
 
     def _matched_pieces(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of this rank's shard of ``tensor``, each with the same piece on disk."""
-        part, slices = local_part(tensor), local_slices(tensor)
+        part = local_part(tensor)
+        slices = local_slices(tensor)
         if part.numel() == 0:
             return
         with _opened_file(self._files[name]) as opened:
-            if not slices:
+            if not slices:  # a scalar, which no slice reads
                 yield part, opened.get_tensor(self.stored_name(name))
                 return
             source = opened.get_slice(self.stored_name(name))
-            for piece, wanted in _row_pieces(part, slices):
-                yield piece, source[wanted]
+            for piece, piece_slices in _row_pieces(part, slices):
+                yield piece, source[piece_slices]
 
 
 def weights_folder(source: str) -> Path:
@@ -174,6 +176,7 @@ def _read_index(folder: Path) -> dict[str, str]:
             "the index of the weights cannot be read", where=str(path), why=str(error)
         ) from error
     for file in names.values():
+        # A path would read a file outside of the folder, and another suffix perhaps a pickle.
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"the index names {file!r}", where=str(path), why="not a safetensors file in this folder"
@@ -191,12 +194,14 @@ def _no_weights(folder: Path) -> CheckpointError:
     why = f"neither {SINGLE} nor {INDEX} is there"
     fix = "check the folder; of a model that is published as .bin alone, save it with transformers' save_pretrained"
     if unfinished:
-        what, fix = "the download of the weights is not complete", "download them again"
+        what = "the download of the weights is not complete"
+        fix = "download them again"
     elif any("-of-" in name for name in others):
         what = "the index of the weights is missing"
         fix = f"download {INDEX} too"
     elif any(next(folder.glob(pattern), None) for pattern in _PICKLES):
-        what, why = "the weights are pickles", "reading a pickle runs the code in it"
+        what = "the weights are pickles"
+        why = "reading a pickle runs the code in it"
         fix = "convert them: load them with transformers if you trust them, then save_pretrained"
     elif others or any(folder.glob("original/*")):
         why += f", only {others[0] if others else 'original/'}, the format of its authors"

@@ -30,7 +30,8 @@ from shardwise.runtime.attention.local import local_attention, seen_keys
 from shardwise.runtime.documents import additive, same_document
 from shardwise.runtime.parallel.sequence import not_replaced
 
-_WINDOWS, _SINKS = "shardwise_windows", "shardwise_sinks"
+_WINDOWS = "shardwise_windows"
+_SINKS = "shardwise_sinks"
 LOCAL_ATTENTION = {_WINDOWS, _SINKS}
 """Names of ``_local_or_sdpa`` among transformers' implementations."""
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -104,6 +105,7 @@ def document_masks(model: nn.Module, positions: Tensor, starts: Tensor | None) -
         masks = {kind: additive(mask, torch.float32) for kind, mask in masks.items()}
     if len(masks) > 1 and getattr(text, "layer_types", None):
         return masks
+    # A config with a window and without kinds has it in every layer (Mistral).
     return masks.get("sliding_attention", masks["full_attention"])
 
 
@@ -136,7 +138,8 @@ def _local_or_sdpa(
     """q [b, a, s, d], k and v [b, k, t, d]; the output is [b, s, a, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    queries, keys = query.shape[2], key.shape[2]
+    queries = query.shape[2]
+    keys = key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = None
     mask = attention_mask
@@ -144,8 +147,10 @@ def _local_or_sdpa(
         window = mask.tokens
         mask = None
     elif mask is None and 1 < queries < keys and getattr(module, "is_causal", True):
+        # SDPA's causal flag would align queries with the first keys; a window of all keys aligns them with the last.
         window = keys
     if window is not None and (dropout or queries != keys):
+        # ``local_attention`` has no dropout, and windows for whole rows alone.
         mask = seen_keys(keys, window, query.device)[-queries:][None, None]
         window = None
     if s_aux is not None or window is not None:
@@ -173,7 +178,9 @@ def _mask(
     from transformers.masking_utils import sdpa_mask
 
     if allow_is_causal_skip and attention_mask is None and q_length == kv_length:
-        return None if local_size is None or local_size >= q_length else SlidingWindow(local_size)
+        if local_size is None or local_size >= q_length:
+            return None
+        return SlidingWindow(local_size)
     skip = allow_is_causal_skip and q_length in {1, kv_length} and not of_sinks
     named |= {"local_size": local_size, "allow_is_causal_skip": skip}
     mask: Tensor | None = sdpa_mask(

@@ -70,8 +70,9 @@ _OTHER_HEADS = (r"(^|\.)pooler\.", r"^cls\.seq_relationship\.")
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")
 """Older versions of transformers saved these; newer ones compute them."""
 
-_MISSING, _UNEXPECTED = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
-"""Attributes of transformers' models: patterns of tensors that files may lack, and may have in addition."""
+# Attributes of transformers' models: patterns of tensors that files may lack, and may have in addition.
+_MISSING = "_keys_to_ignore_on_load_missing"
+_UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 
 
 def excuse(model: nn.Module, missing: str, unexpected: str = "") -> None:
@@ -84,9 +85,9 @@ def excuse(model: nn.Module, missing: str, unexpected: str = "") -> None:
 
 def excuse_non_text(model: nn.Module) -> None:
     """Let the files have weights outside of this language model, such as those of a vision tower."""
-    own = {".".join(name.split(".")[:2]) for name in model.state_dict()}
+    kept = {".".join(name.split(".")[:2]) for name in model.state_dict()}
     unexpected = getattr(model, _UNEXPECTED, None) or ()
-    pattern = rf"^(?!.*language_model\.)(?!{'|'.join(map(re.escape, sorted(own)))})"
+    pattern = rf"^(?!.*language_model\.)(?!{'|'.join(map(re.escape, sorted(kept)))})"
     setattr(model, _UNEXPECTED, [*unexpected, pattern])
 
 
@@ -99,6 +100,7 @@ def fill_from_files(model: nn.Module, reference: nn.Module, files: WeightFiles) 
 
     Raises CheckpointError, naming the tensor, if the files do not fit.
     """
+    # The whole model tells which tensors are shared: a stage may have one name of two.
     aliases = shared_names(reference)
     share(model, aliases)
     sources = match_names(reference, files)
@@ -178,6 +180,7 @@ def match_names(reference: nn.Module, files: WeightFiles) -> Sources:
 
 
 def _add_conversion(sources: Sources, converter: Any, target: str, expected: Iterable[str]) -> None:
+    # A converter names its targets by patterns that differ in a part of the name, such as q, k and v.
     first, *others = converter.target_patterns
     targets = (target, *(target.replace(first, other) for other in others))
     conversion = Conversion(converter, target)

@@ -67,7 +67,8 @@ def router_losses(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
     if module is None:
         yield losses
         return
-    original, filled = getattr(module, _FUNCTION), filled_tokens(labels)
+    original = getattr(module, _FUNCTION)
+    filled = filled_tokens(labels)
 
     def recorded(gate_logits: Any, *args: Any) -> Any:
         """Every model passes its attention mask last; it has none here."""

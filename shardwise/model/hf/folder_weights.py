@@ -29,7 +29,8 @@ class FolderWeights:
     """
 
     def __init__(self, reference: nn.Module, files: WeightFiles) -> None:
-        self._reference, self._files = reference, files
+        self._reference = reference
+        self._files = files
         self._sources = match_names(reference, files)
         aliases = shared_names(reference)
         require_fit(reference, files, self._sources, aliases)
@@ -99,8 +100,8 @@ def _reversed_group(
             )
         return stored
 
-    own = reference.state_dict()
-    unconverted = {name: tuple(own[name].shape) for name in names}
+    state = reference.state_dict()
+    unconverted = {name: tuple(state[name].shape) for name in names}
     return TensorGroup(names, shapes, make, unconverted, _stack_slices(conversion, unconverted, shapes))
 
 
@@ -120,12 +121,12 @@ def _stack_slices(
     ((stack, (count, rows, _)),) = targets.items()
     slices = {}
     start = 0
-    for wanted in conversion.converter.source_patterns:
-        names = [name for pattern, name in conversion.sources if pattern == wanted]
+    # The matrices of a pattern are one stack, in the order of their numbers; the next pattern's rows follow.
+    for source_pattern in conversion.converter.source_patterns:
+        names = [name for pattern, name in conversion.sources if pattern == source_pattern]
         height = shapes[names[0]][0] if names else 0
-        slices.update(
-            {name: StackSlice(stack, index, start, start + height) for index, name in enumerate(names)}
-        )
+        for index, name in enumerate(names):
+            slices[name] = StackSlice(stack, index, start, start + height)
         start += height
     whole = start == rows and len(slices) == count * len(conversion.converter.source_patterns)
     return slices if whole else {}
@@ -144,7 +145,8 @@ def _reverse_conversion(
         back = conversion.converter.reverse_transform()
         renamed, pattern = apply_converters(name, [back])
         if converter is None:  # the first one collects the tensors of all
-            converter, first = back, renamed
+            converter = back
+            first = renamed
         converter.add_tensor(first, name, pattern, tensor)
     model: Any = reference
     stored = converter.convert(first, model=model, config=model.config)

@@ -29,12 +29,10 @@ class _OtherHead(HuggingFaceModel):
     """The model of ``base`` with another head."""
 
     def __init__(self, base: HuggingFaceModel) -> None:
-        cached = {
-            name
-            for kind in type(base).__mro__
-            for name, v in vars(kind).items()
-            if isinstance(v, cached_property)
-        }
+        # Cached properties are in ``__dict__``, too, and describe the model with the old head.
+        cached: set[str] = set()
+        for kind in type(base).__mro__:
+            cached |= {name for name, value in vars(kind).items() if isinstance(value, cached_property)}
         self.__dict__.update({name: value for name, value in vars(base).items() if name not in cached})
 
     @classmethod
@@ -78,7 +76,8 @@ class ScoringModel(_OtherHead):
 
     def departures(self, compute: str) -> tuple[str, ...]:
         unknown = f"transformers has no class that reads the scores of {self.config.model_type}: it cannot be exported"
-        return (*super().departures(compute), *([] if self._architecture else [unknown]))
+        notes = super().departures(compute)
+        return notes if self._architecture else (*notes, unknown)
 
     @cached_property
     def _architecture(self) -> str:
@@ -147,13 +146,15 @@ def _scoring(model: Any) -> nn.Module:
         hidden = self.base_model(*args, **inputs).last_hidden_state
         return CausalLMOutput(logits=self.score(hidden))
 
+    # Callers look up the names of the arguments, such as position_ids.
     forward.__signature__ = inspect.signature(causal.forward)  # type: ignore[attr-defined]
-    own = {
+    # ``__module__`` stays the causal class's: its mask and its auxiliary loss are looked up there.
+    members = {
         "forward": forward,
         "get_output_embeddings": lambda self: self.score,
         "set_output_embeddings": lambda self, layer: setattr(self, SCORE, layer),
         "__module__": causal.__module__,
     }
-    model.__class__ = type(causal.__name__, (causal,), own)
+    model.__class__ = type(causal.__name__, (causal,), members)
     excuse(model, SCORE, path)
     return cast("nn.Module", model)

@@ -31,13 +31,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.hub_folder import folder_of
-from shardwise.model.blueprint import (
-    Batch,
-    Blueprint,
-    LossSum,
-    SampleShapes,
-    token_shapes,
-)
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles, weights_folder
@@ -92,14 +86,18 @@ class HuggingFaceModel(Blueprint):
         completion_length: int = 1,
         dropout: bool = False,
     ) -> None:
-        self.source, self.sequence_length, self.completion_length = source, sequence_length, completion_length
+        self.source = source
+        self.sequence_length = sequence_length
+        self.completion_length = completion_length
         opened = load_config(source, objective, dropout)
-        self.config, self._quantization = opened.config, opened.quantization
+        self.config = opened.config
+        self._quantization = opened.quantization
         self._departures = opened.departures
         self.quantized = bool(self._quantization)
         self.objective = objective or stored_objective(self.config)
         text = self.config.get_text_config()
-        self.name, self.origin = Path(source).name or source, source
+        self.name = Path(source).name or source
+        self.origin = source
         self.vocab = text.vocab_size
         self.trained_in = self.config.dtype
         plan = getattr(text, "base_model_pp_plan", None) or {}
@@ -132,7 +130,9 @@ class HuggingFaceModel(Blueprint):
     def depth(self) -> int | None:  # type: ignore[override]
         """Number of blocks if all are identical, else None."""
         blocks = self.repetition
-        return blocks.blocks if blocks is not None and blocks[1:] == (1, 0) else None
+        if blocks is None or blocks.period != 1 or blocks.first != 0:
+            return None
+        return blocks.blocks
 
     def departures(self, compute: str) -> tuple[str, ...]:
         notes = list(self._departures)
@@ -157,7 +157,7 @@ class HuggingFaceModel(Blueprint):
         config = copy.deepcopy(self.config)
         if depth is not None:
             text = config.get_text_config()
-            lists = per_layer(config)
+            lists = per_layer(config)  # before the number changes: it tells which lists are per layer
             text.num_hidden_layers = depth
             for key, values in lists.items():
                 setattr(text, key, values[:depth])
@@ -232,7 +232,9 @@ class HuggingFaceModel(Blueprint):
         before, after = owners[: last + 1], owners[last + 1 :]
         # FSDP2 groups root modules only; an adapter's layers are in the output layer.
         nested = {inner for module in after for inner in module.modules() if inner is not module}
-        return [] if _parameters(before) & _parameters(after) else [m for m in after if m not in nested]
+        if _parameters(before) & _parameters(after):
+            return []
+        return [module for module in after if module not in nested]
 
     def output(self, model: nn.Module) -> nn.Linear | None:
         layer = cast("Any", model).get_output_embeddings()
@@ -285,7 +287,8 @@ class HuggingFaceModel(Blueprint):
 
     def packing_obstacle(self, model: nn.Module) -> str:
         """Models that use ``create_causal_mask`` take a 4-D mask unchanged, or one for each kind of layer."""
-        text, kind = self.config.get_text_config(), type(model).__name__
+        text = self.config.get_text_config()
+        kind = type(model).__name__
         if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
             return f"{kind} builds its own attention mask"
         if self._window() and not takes_windows(model):
@@ -304,13 +307,11 @@ class HuggingFaceModel(Blueprint):
 
     def _window(self) -> str:
         """The config key of attention over a part of the training sequence, "" if all layers see the whole."""
-        values = {key: getattr(self.config.get_text_config(), key, None) for key in _WINDOWS}
-        shorter = (
-            key
-            for key, value in values.items()
-            if isinstance(value, int) and 0 < value < self.sequence_length
-        )
-        return next(shorter, "")
+        for key in _WINDOWS:
+            value = getattr(self.config.get_text_config(), key, None)
+            if isinstance(value, int) and 0 < value < self.sequence_length:
+                return key
+        return ""
 
     def _positions_obstacle(self, model: nn.Module) -> str:
         """Why tokens cannot have other positions than those in their row."""

@@ -31,7 +31,9 @@ _AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
 _OBJECTIVE_NAMES = {"causal": "a causal", "masked": "a masked", "seq2seq": "an encoder-decoder"}
-_PROBE_TOKENS, _PROBE_VOCABULARY, _PROBE_BLOCKS = 8, 64, 2
+_PROBE_TOKENS = 8
+_PROBE_VOCABULARY = 64
+_PROBE_BLOCKS = 2
 _LARGEST_PROBE = 100_000_000
 """Most parameters of a probe: where a config cannot be narrowed, two blocks in full width."""
 _DEPTH_KEYS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -61,7 +63,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
     where = f"model.hf: {source}"
     _require_class(objective, config, where)
     try:
-        made: nn.Module = getattr(transformers, auto_class(objective, config)).from_config(
+        model: nn.Module = getattr(transformers, auto_class(objective, config)).from_config(
             config,
             dtype=torch.float32,
             trust_remote_code=False,
@@ -74,18 +76,18 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
         why = str(error) if plain else f"{type(error).__name__}: {error}"
         raise RecipeError("transformers does not build the model", where=where, why=why) from error
     if torch.get_default_device().type == "meta":
-        _leave_the_host(made)
-    for module in made.modules():
+        _leave_the_host(model)
+    for module in model.modules():
         if type(module).__name__ in _DRAWING:
             module.train = MethodType(_as_evaluated, module)  # type: ignore[method-assign]
     if objective == "causal":
-        _require_text_alone(made, where)
-        _keep_language_model(made, config)
-        use_local_attention(made)
-        for module in made.modules():
+        _require_text_alone(model, where)
+        _keep_language_model(model, config)
+        use_local_attention(model)
+        for module in model.modules():
             if isinstance(module, nn.Embedding):
-                module.padding_idx = None  # no token is padding
-    return made
+                module.padding_idx = None  # no token is padding, so all rows get gradients
+    return model
 
 
 def _require_text_alone(model: nn.Module, where: str) -> None:
@@ -106,7 +108,7 @@ def _keep_language_model(model: Any, config: Any) -> None:
     """Remove the parts of a larger model that text does not reach, such as towers of images and their projections."""
     if config.get_text_config() is config or type(model.config) is not type(config):
         return  # the class is that of the language model
-    parts = model.get_decoder(), model.get_output_embeddings()
+    parts = (model.get_decoder(), model.get_output_embeddings())
     if None in parts:
         return
     language_model = {module for part in parts for module in part.modules()}
@@ -236,9 +238,11 @@ def _looks_ahead(objective: str, config: Any, source: str) -> bool | None:
     """Whether a logit changes with a later token; None if no small model of this config can be run."""
     for small in _small(config):
         try:
+            # On the meta device first: a config that could not be narrowed may be of a large model.
             with torch.device("meta"):
                 size = sum(p.numel() for p in build_for(objective, small, source).parameters())
             if size <= _LARGEST_PROBE:
+                # Constructors draw initial values, which must not move the run's generator.
                 with torch.random.fork_rng(devices=[]):
                     return _sees_later_tokens(build_for(objective, small, source), objective)
         except Exception:  # a narrowed config may contradict itself in any way
@@ -271,11 +275,13 @@ def _shrink(config: Any, narrow: bool) -> None:
     for key in ("pad_token_id", "decoder_start_token_id"):
         if (getattr(config, key, None) or 0) >= _PROBE_VOCABULARY:
             setattr(config, key, 0)
-    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if not (
-        narrow and isinstance(heads, int) and isinstance(width, int) and width % heads == 0 and heads > 2
-    ):
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "hidden_size", None)
+    if not narrow or not isinstance(heads, int) or not isinstance(width, int):
         return
+    if width % heads or heads <= 2:
+        return
+    # The width of a head stays, and so does whether heads share keys: both may decide what a class builds.
     shared = getattr(config, "num_key_value_heads", heads) != heads
     changes = {"num_attention_heads": 2, "hidden_size": 2 * (width // heads), "intermediate_size": 64}
     changes |= {"num_key_value_heads": 1 if shared else 2, "moe_intermediate_size": 32}
@@ -304,6 +310,7 @@ def _sees_later_tokens(model: nn.Module, objective: str) -> bool:
 def _logits(model: nn.Module, objective: str, ids: Tensor) -> Tensor:
     inputs = {"input_ids": ids, "use_cache": False}
     if objective == "seq2seq":
+        # The encoder may see all of its tokens, so only the decoder's vary.
         inputs = {**inputs, "input_ids": torch.full_like(ids, 3), "decoder_input_ids": ids}
     logits: Tensor = model(**inputs).logits
     return logits

@@ -108,9 +108,8 @@ def _quiet(config: Any, keep_padding: bool) -> None:
     for part in _config_parts(config):
         part.use_cache = False
         if not keep_padding and part is config:
-            with suppress(
-                Exception
-            ):  # each config checks in its own way; some must have one, which build_for ignores
+            # Each config checks in its own way. Some must have one, which build_for ignores.
+            with suppress(Exception):
                 part.pad_token_id = None
 
 
@@ -120,8 +119,10 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
     other: dict[str, float] = {}
     for part in _config_parts(config):
         for key, value in part.to_dict().items():
-            named = "drop" in key or "jitter" in key
-            if not (isinstance(value, float) and value and named) or (part.model_type, key) in _NO_NOISE:
+            is_noise = "drop" in key or "jitter" in key
+            if not is_noise or (part.model_type, key) in _NO_NOISE:
+                continue
+            if not isinstance(value, float) or value == 0:
                 continue
             beyond = any(word in key for word in _BEYOND_DROPOUT)
             if not any(word in key for word in _OF_OTHER_HEADS):

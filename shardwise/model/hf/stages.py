@@ -43,6 +43,7 @@ def cut(model: nn.Module, stage: Stage) -> nn.Module:
     base = causal.base_model
     tied = bool(shared_names(model))
     _keep(base, stage.blocks)
+    # The last stage of a tied model keeps the table as its output layer, and reads hidden states all the same.
     if not stage.first and not (stage.last and tied):
         base.embed_tokens = nn.Identity()  # a stage after the first gets hidden states instead of ids
     if not stage.last:
@@ -94,30 +95,33 @@ def cut_obstacle(model: nn.Module, width: int) -> str:
 
 def _starts_with_its_blocks(base: Any, inputs: Tensor) -> bool:
     """Whether embeddings reach the first block unchanged; some models scale them first."""
-    layers, norm = base.layers, base.norm
-    base.layers, base.norm = nn.ModuleList(), nn.Identity()
+    layers = base.layers
+    norm = base.norm
+    base.layers = nn.ModuleList()
+    base.norm = nn.Identity()
     try:
         with no_guessing():
             result = base(inputs_embeds=inputs, use_cache=False).last_hidden_state
         return result is inputs  # the same object: no layer has made another tensor of it
     finally:
-        base.layers, base.norm = layers, norm
+        base.layers = layers
+        base.norm = norm
 
 
 def _passes_more(base: Any, inputs: Tensor) -> bool:
     """Whether a block gets another tensor of earlier ones than its first argument, or a container that all share."""
-    made: list[Tensor] = []  # held, so that no other tensor gets its number
+    results: list[Tensor] = []  # of blocks; kept alive, so that no other tensor gets the same id
     passes_more = False
 
     def before(module: nn.Module, args: Any, named: Any) -> None:
         nonlocal passes_more
-        values = (args[1:], {name: value for name, value in named.items() if name != "hidden_states"})
-        mutable = any(isinstance(value, dict | list) for value in (*args[1:], *values[1].values()))
-        numbers = {id(tensor) for tensor in made}
-        passes_more |= mutable or any(id(value) in numbers for value in tree_iter(values))
+        others = {name: value for name, value in named.items() if name != "hidden_states"}
+        mutable = any(isinstance(value, dict | list) for value in (*args[1:], *others.values()))
+        ids = {id(tensor) for tensor in results}
+        passes_more |= mutable or any(id(value) in ids for value in tree_iter((args[1:], others)))
 
     def after(module: nn.Module, args: Any, result: Any) -> None:
-        made.extend(value for value in tree_iter(result) if isinstance(value, Tensor))
+        results.extend(value for value in tree_iter(result) if isinstance(value, Tensor))
 
     handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in base.layers]
     handles += [block.register_forward_hook(after) for block in base.layers]

@@ -42,7 +42,8 @@ def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
     if not styles:
         raise _no_tensor_plan(f"transformers has no tensor-parallel plan for {config.model_type}")
     paths = {module: path for path, module in model.named_modules()}
-    embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
+    embedding = hf.get_input_embeddings()
+    output = hf.get_output_embeddings()
     if type(output) is not nn.Linear:
         if isinstance(output, LoraLinear):
             raise _no_tensor_plan(
@@ -54,15 +55,13 @@ def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
     prefix = _prefix(model)
     plan: dict[str, Split] = {}
     for pattern, style in styles.items():
+        if _is_of_a_whole(pattern, styles, model, prefix):
+            continue
         split = _split_of_style(style, text)
-        if (
-            split is None
-            and style not in _WHOLE_STYLES
-            and not _is_of_a_whole(pattern, styles, model, prefix)
-        ):
-            raise _no_tensor_plan(f"its plan shards {pattern} by {style!r}, which is not supported")
-        if split is not None and not _is_of_a_whole(pattern, styles, model, prefix):
+        if split is not None:
             plan[prefix + pattern] = split
+        elif style not in _WHOLE_STYLES:
+            raise _no_tensor_plan(f"its plan shards {pattern} by {style!r}, which is not supported")
     if not plan:
         raise _no_tensor_plan(f"transformers' plan for {config.model_type} shards no layer of its blocks")
     _require_divisible(model, plan)
@@ -74,11 +73,10 @@ def _split_of_style(style: str, text: Any) -> Split | None:
     """The split of a module with a style; None if there is none."""
     if style in _HEAD_STYLES:
         return Split(_HEAD_STYLES[style], *_heads_to_divide(text))
-    return (
-        Split(_OTHER_STYLES[style], last=getattr(text, "qk_rope_head_dim", None) or 0)
-        if style in _OTHER_STYLES
-        else None
-    )
+    if style in _OTHER_STYLES:
+        # Only "tail" reads ``last``: the rotary part of the keys follows the latent vector.
+        return Split(_OTHER_STYLES[style], last=getattr(text, "qk_rope_head_dim", None) or 0)
+    return None
 
 
 def _is_of_a_whole(pattern: str, styles: dict[str, str], model: nn.Module, prefix: str) -> bool:
@@ -105,16 +103,16 @@ def _require_named(model: nn.Module, plan: TensorPlan) -> None:
     activation function of Apertus, the query and key norms of Phi. In multi-head latent attention the projections to
     the latent vectors, their norms, and what chooses the keys come before the sharded layers.
     """
-    among: dict[str, set[str]] = {}
+    splits: dict[str, set[str]] = {}  # of the children of each module
     for path, _ in model.named_modules():
         if (how := matching(path, plan)) is not None:
-            among.setdefault(path.rpartition(".")[0], set()).add(how.how)
+            splits.setdefault(path.rpartition(".")[0], set()).add(how.how)
     for path, module in model.named_modules():
         parent, _, name = path.rpartition(".")
-        hows = among.get(parent, set())
-        before = "tail" in hows and _BEFORE_LATENT.fullmatch(name)
-        mixed = {"column", "row"} <= hows and not before
-        if mixed and matching(path, plan) is None and next(module.parameters(), None) is not None:
+        siblings = splits.get(parent, set())
+        before = "tail" in siblings and _BEFORE_LATENT.fullmatch(name)
+        between = {"column", "row"} <= siblings and not before
+        if between and matching(path, plan) is None and next(module.parameters(), None) is not None:
             raise _no_tensor_plan(f"transformers' plan does not cover {path}")
 
 
