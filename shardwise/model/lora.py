@@ -268,7 +268,7 @@ def _adapt_mixtures(
 ) -> None:
     """Add adapters to the target stacks of experts, and pack those of the blocks if the recipe quantizes."""
     in_blocks = set(expert_stacks(model, blocks))
-    # A module packs both of its stacks or none, so what is known of the last one holds for it.
+    # A module packs both of its stacks or none, so the last one decides.
     owners = dict[str, Quantize]()
     for stack in expert_stacks(model, []):
         packed = stack in in_blocks and not _is_within(stack, saved)
