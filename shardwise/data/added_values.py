@@ -21,18 +21,23 @@ class AddedValues(Dataset):
     """
 
     def __init__(self, dataset: Dataset, values: Mapping[str, UnitValues]) -> None:
-        self._dataset, self._values = dataset, values
+        self._dataset = dataset
+        self._values = values
         self.endless = dataset.endless
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def sample(self, index: int) -> Sample:
-        return {**self._dataset.sample(index), **{name: of[index] for name, of in self._values.items()}}
+        added = {name: by_sample[index] for name, by_sample in self._values.items()}
+        return {**self._dataset.sample(index), **added}
 
     def padding(self) -> Sample:
+        # One unit, with the shape that the units of any sample have.
         nothing = {
-            name: np.zeros((1, *next(iter(of.values())).shape[1:])) for name, of in self._values.items() if of
+            name: np.zeros((1, *next(iter(by_sample.values())).shape[1:]))
+            for name, by_sample in self._values.items()
+            if by_sample
         }
         return {**self._dataset.padding(), **nothing}
 

@@ -64,8 +64,10 @@ class Data:
         self.vocab = tokenizer.vocab if tokenizer else None
         self._train = splits.train
         self._masking = masking
-        self._batch_size, self._seed = recipe.batch_size, recipe.seed
-        self._unit, self._unit_samples = recipe.unit, recipe.unit_samples
+        self._batch_size = recipe.batch_size
+        self._seed = recipe.seed
+        self._unit = recipe.unit
+        self._unit_samples = recipe.unit_samples
         self._sets = {OWN_SET: splits.held_out, **(sets or {})}
         self._fingerprints = {TRAIN: splits.fingerprint, OWN_SET: splits.fingerprint, **(fingerprints or {})}
         self._evaluation_sequences = recipe.evaluation.sequences
@@ -140,11 +142,13 @@ class Data:
         After a rewind a run reads some steps further.
         """
         steps = recipe.steps + recipe.guard.rewinds * recipe.guard.skips
-        every = steps * self._batch_size >= len(self._train)
-        numbers = range(len(self._train)) if every else {n for s in range(steps) for n in self.samples(s)}
-        samples = {TRAIN: (self._train, sorted(numbers), self._fingerprints[TRAIN])}
+        if steps * self._batch_size >= len(self._train):  # a whole epoch has every sample
+            numbers = list(range(len(self._train)))
+        else:
+            numbers = sorted({number for step in range(steps) for number in self.samples(step)})
+        samples = {TRAIN: (self._train, numbers, self._fingerprints[TRAIN])}
         for name in self.validation_sets:
-            samples[name] = self._sets[name], sorted(self._evaluated(0, name)), self._fingerprints[name]
+            samples[name] = (self._sets[name], sorted(self._evaluated(0, name)), self._fingerprints[name])
         return samples
 
     def replace(self, name: str, dataset: Dataset) -> None:
@@ -204,6 +208,7 @@ def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Samp
     Raises:
         DataError: rows differ in names, shapes or dtypes.
     """
+    # A row with the key PADDING is a real item whose loss counts as zero; it must not join real ones.
     rows = [row for row in rows if PADDING not in row] or rows
     fill = dataset.fill
     packed = "starts" in rows[0]
@@ -219,7 +224,7 @@ def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Samp
             why=str(error),
             fix="give every item the same names, shapes and dtypes",
         ) from None
-    dataset.release()
+    dataset.release()  # the batch is a copy, so the mapped pages may go
     return batch
 
 
@@ -230,7 +235,8 @@ def _stacked(tensors: list[torch.Tensor], fill: int | None, packed: bool) -> tor
     """
     if fill is not None:
         length = max(len(tensor) for tensor in tensors)
-        length = 1 << (length - 1).bit_length() if packed else length
+        if packed:
+            length = 1 << (length - 1).bit_length()
         tensors = [torch.cat([t, t.new_full((length - len(t), *t.shape[1:]), fill)]) for t in tensors]
     return torch.stack(tensors)
 

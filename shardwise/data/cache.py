@@ -65,6 +65,7 @@ class TokenCache:
     def __init__(self, folder: Path, header: Header) -> None:
         self.header = header
         self.folder = folder
+        # NumPy's views keep the maps open; the list is for ``release``.
         self._maps: list[mmap.mmap] = []
         self.tokens: Tokens = np.frombuffer(self._mapped("tokens.bin"), dtype=header.dtype)
         self._documents = self._mapped("documents.bin")  # now: another run may remove a window of a stream
@@ -115,6 +116,7 @@ def cached(
 ) -> TokenCache:
     """The cache with key `parts`. If it does not exist, `write` writes its data files to a folder."""
     folder = root / json_hash(parts)
+    # A complete cache needs no lock, so a read-only folder of caches works.
     if cache := _complete_cache(folder, verify):
         return cache
     with _writing_cache(root):
@@ -179,6 +181,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _build(write: Callable[[Path], Header], folder: Path) -> None:
     """Write the cache to a temporary folder and rename it to `folder`. The caller holds the lock."""
     with _writing_cache(folder):
+        # A killed builder left them: this process has the lock, so no other writes there.
         for left_over in folder.parent.glob(f"{folder.name}.*.tmp"):
             shutil.rmtree(left_over)
         work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
@@ -261,7 +264,8 @@ class _Writer:
 
     def __init__(self, tokenizer: Tokenizer, outputs: Outputs) -> None:
         self.tokens = self.documents = self.empty_documents = 0
-        self._tokenizer, self._outputs = tokenizer, outputs
+        self._tokenizer = tokenizer
+        self._outputs = outputs
         self._dtype = tokenizer.dtype.newbyteorder("<")
         self._separator = np.array([tokenizer.separator], dtype=self._dtype)
         begin = tokenizer.begin
@@ -282,11 +286,13 @@ class _Writer:
                 self.tokens += 1
             tokens.append(piece_tokens)
             self.tokens += len(piece_tokens)
-            self._last = int(piece_tokens[-1]) if len(piece_tokens) else self._last
+            if len(piece_tokens):
+                self._last = int(piece_tokens[-1])
             self._text.update(piece.data)
             if not piece.ends:
                 continue
             if self.tokens > self._start:
+                # A text that ends with the separator, such as a rendered chat, gets no second one.
                 if self._last != self._separator:
                     tokens.append(self._separator)
                     self.tokens += 1

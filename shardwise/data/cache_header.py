@@ -82,8 +82,9 @@ def json_hash(value: object) -> str:
 def sealed(header: Header) -> bytes:
     """The content of `header.json`: the header and its hash."""
     defaults = {field.name: field.default for field in fields(Header)}
-    said = {key: value for key, value in asdict(header).items() if value != defaults[key]}
-    return json.dumps({**said, "xxh3_128": json_hash(said)}, indent=1).encode()
+    # Without defaults, so a header of an earlier version of this format keeps its hash.
+    written = {key: value for key, value in asdict(header).items() if value != defaults[key]}
+    return json.dumps({**written, "xxh3_128": json_hash(written)}, indent=1).encode()
 
 
 def unsealed(raw: bytes) -> Header:
@@ -92,6 +93,7 @@ def unsealed(raw: bytes) -> Header:
     if not isinstance(values, dict):
         raise ValueError("the header is no JSON object")
     header = Header(**{key: value for key, value in values.items() if key != "xxh3_128"})
+    # Every byte is compared, since the text of a header is a function of its values.
     if sealed(header) != raw:
         raise ValueError("the header does not match its hash")
     return header

@@ -107,6 +107,7 @@ class CachedDocuments(TokenDataset):
     def trained_targets(self) -> int:
         """Number of those that the loss counts."""
         ranges = zip(self.starts.ravel().tolist(), self.ends.ravel().tolist(), strict=True)
+        # From the second token on: no token comes before the first one, so nothing predicts it.
         return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
 
 
@@ -114,4 +115,4 @@ def masked_tokens(document: Document) -> MaskedTokens:
     """The tokens of a document, each with whether it is a trained target; its first token is none."""
     tokens, trained = document
     pairs = zip(tokens.tolist(), trained.tolist(), strict=True)
-    return [(token, counted and at > 0) for at, (token, counted) in enumerate(pairs)]
+    return [(token, counted and index > 0) for index, (token, counted) in enumerate(pairs)]

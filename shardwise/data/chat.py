@@ -24,22 +24,22 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jinja2
 
 from shardwise.core.errors import DataError
+from shardwise.data.chat_checks import lost_text, require_answer, require_turns
 from shardwise.data.formats import Chat
 from shardwise.data.rendering import JinjaTemplate, MarkedTextDiffers, Rendered, TemplateMessage
 from shardwise.data.spans import TextSpan, joined
 from shardwise.data.template_forms import ANSWER, QUESTION, TemplateForms
-from shardwise.data.turns import REASONING, Turn, check_texts, parsed_json
+from shardwise.data.turns import REASONING, Turn, check_texts
 
 T = TypeVar("T")
 
@@ -54,8 +54,7 @@ _PLAIN_TEMPLATE = (
 )
 """The template of `bytes`: a line with the role, and the end-of-text token after every answer."""
 
-_WORD, _ASCII_WORD, _BLANKS = re.compile(r"\w+"), re.compile(r"\w+", re.ASCII), re.compile(r"\s*")
-_FIX = "mark the assistant's answers with {% generation %} in chat_template.jinja next to the tokenizer"
+_BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,10 @@ class ChatTemplate:
         control: Iterable[str] = (),
         ends: Iterable[str] = (),
     ) -> None:
-        self.sources, self.special = dict(sources), dict(special)
-        self._control, self._ends = tuple(sorted(set(control))), tuple(sorted(set(ends)))
+        self.sources = dict(sources)
+        self.special = dict(special)
+        self._control = tuple(sorted(set(control)))
+        self._ends = tuple(sorted(set(ends)))
         self._openings: dict[object, tuple[str, str]] = {}
         self._compiled: dict[str, TemplateForms] = {}
 
@@ -130,6 +131,7 @@ class ChatTemplate:
         if not written.trained:
             return None
         after = written.text[slice(*written.trained[-1])].partition(ANSWER)[2]
+        # Of several added tokens behind the answer, the last one ends it; a known end needs no other.
         tokens = [token for token in self._control if token in after]
         if not tokens or any(token in self._ends for token in tokens):
             return None
@@ -141,8 +143,9 @@ class ChatTemplate:
 
     def text(self, chat: Chat, where: str, today: date | None = None, opening: bool = False) -> str:
         """The text of a chat, and with `opening` the start of the next answer. Raises DataError."""
-        day, asked = today or date.today(), {**self._variables(chat), "add_generation_prompt": opening}
-        return self._rendered(chat, where, lambda forms, messages: forms.jinja.plain(messages, asked, day))
+        day = today or date.today()
+        variables = {**self._variables(chat), "add_generation_prompt": opening}
+        return self._rendered(chat, where, lambda forms, m: forms.jinja.plain(m, variables, day))
 
     def checked(self, chat: Chat, where: str, today: date) -> str:
         """The text of a chat in which every turn, call and tool is written. Raises DataError."""
@@ -151,6 +154,7 @@ class ChatTemplate:
         def render(forms: TemplateForms, messages: list[TemplateMessage]) -> Rendered:
             with suppress(MarkedTextDiffers):
                 return forms.jinja.render(messages, variables, today)
+            # No span is known, and none is needed: all of the text stands for each message.
             text = forms.jinja.plain(messages, variables, today)
             return Rendered(text, (((0, len(text)),),) * len(messages), ())
 
@@ -158,8 +162,8 @@ class ChatTemplate:
         for number, turn in enumerate(chat.turns):
             if turn.role == "assistant":
                 spans = rendered.messages[number] or ((0, len(rendered.text)),)
-                _require_answer(rendered.text, spans, turn, f"{where}: turn {number}")
-        _require_turns(rendered, chat, where)
+                require_answer(rendered.text, spans, turn, f"{where}: turn {number}")
+        require_turns(rendered, chat, where)
         return rendered.text
 
     def written(self, chat: Chat, where: str, today: date) -> ChatText:
@@ -174,9 +178,9 @@ class ChatTemplate:
         for number, turn in enumerate(chat.turns):
             if turn.role == "assistant":
                 answer = self._answer(chat, number, rendered, today)
-                _require_answer(rendered.text, answer, turn, f"{where}: turn {number}")
+                require_answer(rendered.text, answer, turn, f"{where}: turn {number}")
                 trained += answer if turn.trained else ()
-        _require_turns(rendered, chat, where)
+        require_turns(rendered, chat, where)
         spans = joined(trained)
         ends = (*self._control, *self._ends)
         endless = sum(not rendered.text[start:end].rstrip().endswith(ends) for start, end in spans)
@@ -193,11 +197,12 @@ class ChatTemplate:
         """The spans of an assistant's turn without the opening that the model sees, and with the token that ends it."""
         if self._for(chat.tools).jinja.marked:
             return _generated(rendered, number)
-        spans, text = list(rendered.messages[number]), rendered.text
+        text = rendered.text
+        spans = list(rendered.messages[number])
         if not spans:
             return ()
-        befores = _befores(chat.turns, number)
-        openings = [text for before in befores for text in self._openings_of(chat, before, today)]
+        windows = _windows_before(chat.turns, number)
+        openings = [text for window in windows for text in self._openings_of(chat, window, today)]
         # The opening is in the text of the turn, but the model does not write it. The longest that fits counts.
         start, end = spans[0]
         spans[0] = (start + max(_opening_length(text[start:end], opening) for opening in openings), end)
@@ -221,14 +226,15 @@ class ChatTemplate:
         All of the text after the last turn (of DeepSeek's tools, the end of their outputs too), and the part of it that
         is there only with the option.
         """
-        forms, variables = self._for(chat.tools), self._variables(chat)
+        forms = self._for(chat.tools)
+        variables = self._variables(chat)
         scalars = [(k, v) for k, v in sorted(variables.items()) if isinstance(v, str | int | float | bool)]
         # Templates see roles and options, so one rendering serves all chats of a data set.
         key = (id(forms), str(scalars), tuple((turn.role, bool(turn.calls)) for turn in window))
         if key not in self._openings:
-            asked = {**variables, "add_generation_prompt": True}
+            with_prompt = {**variables, "add_generation_prompt": True}
             try:
-                opened = forms.rendered(window, lambda turns: forms.jinja.render(turns, asked, today))
+                opened = forms.rendered(window, lambda turns: forms.jinja.render(turns, with_prompt, today))
                 closed = forms.rendered(window, lambda turns: forms.jinja.plain(turns, variables, today))
             except Exception:  # the template rejects the window alone
                 self._openings[key] = ("", "")
@@ -251,11 +257,11 @@ class ChatTemplate:
         try:
             return forms.rendered(chat.turns, lambda messages: render(forms, messages))
         except MarkedTextDiffers:
-            raise _lost_text(where, "the template measures or trims the text of several turns") from None
+            raise lost_text(where, "the template measures or trims the text of several turns") from None
         except Exception as error:  # the template is foreign code and may raise anything
             why = f"{type(error).__name__}: {error}"
-            what, fix = "the chat template rejects this chat", "change the chat, or the template"
-            raise DataError(what, where=where, why=why, fix=fix) from None
+            what = "the chat template rejects this chat"
+            raise DataError(what, where=where, why=why, fix="change the chat, or the template") from None
 
     def _for(self, tools: list[object] | None) -> TemplateForms:
         """The template that transformers takes: `tool_use` for a chat with tools if there is one, else the default."""
@@ -281,7 +287,7 @@ def plain_template(end: str) -> ChatTemplate:
     return ChatTemplate({"default": _PLAIN_TEMPLATE}, {"eos_token": end}, ends=(end,))
 
 
-# -- checks of the text
+# -- where an answer begins
 
 
 def _generated(rendered: Rendered, number: int) -> tuple[TextSpan, ...]:
@@ -289,92 +295,27 @@ def _generated(rendered: Rendered, number: int) -> tuple[TextSpan, ...]:
     blocks = rendered.generated
     inside: list[TextSpan] = []
     for start, end in rendered.messages[number]:
-        first = bisect_left(blocks, (start, start))
+        first = bisect_left(blocks, (start, start))  # blocks are in order
         for block in blocks[first:]:
             if block[0] >= end:
                 break
-            inside += [block] if block[1] > block[0] else []
+            if block[1] > block[0]:
+                inside.append(block)
     return tuple(inside)
 
 
-def _require_answer(text: str, spans: Sequence[TextSpan], turn: Turn, where: str) -> None:
-    """The spans hold the last words of an answer, and the names of its calls."""
-    written = "".join(text[start:end] for start, end in spans)
-    if not written.strip() and (turn.text or turn.calls):
-        raise _lost_text(where, "the template writes no text for it")
-    # One word is enough: templates trim and escape texts, and the last word shows that nothing is cut off.
-    last = _WORD.findall(turn.text.strip()[-200:])[-1:] or [turn.text.strip()]
-    if last[0] not in written:
-        raise _lost_text(where, f"its text does not contain {last[0]!r}")
-    calls = Counter(call["function"]["name"] for call in turn.calls)
-    for call in turn.calls:
-        name = call["function"]["name"]
-        # Parallel calls share their name and often a value. A template that writes one call has its name once.
-        if not _writes_call(written, call["function"]) or 0 < written.count(name) < calls[name]:
-            raise DataError(
-                f"the chat template does not write the call of {name}",
-                where=where,
-                why="the model would be trained on a turn without it",
-                fix="use a template that writes tool_calls, or write the call as content",
-            )
-
-
-def _writes_call(text: str, function: Mapping[str, Any]) -> bool:
-    """Whether a text has a call: its name and a value of its arguments, or all of these values without the name."""
-    words = map(_ASCII_WORD.findall, _values_in(parsed_json(function["arguments"])))
-    values = [max(said, key=len) for said in words if said]
-    written = [value in text for value in values]
-    return (any(written) or not values) if function["name"] in text else bool(values) and all(written)
-
-
-def _values_in(value: object) -> Iterator[str]:
-    """The texts and numbers inside a JSON value, without the keys of its objects."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _values_in(item)
-    elif value is not None and not isinstance(value, bool):
-        yield str(value)
-
-
-def _require_turns(rendered: Rendered, chat: Chat, where: str) -> None:
-    """The text holds every other turn and the names of all tools."""
-    for number, turn in enumerate(chat.turns):
-        words = _WORD.findall(turn.text)
-        word = max(words, key=len) if words else turn.text.strip()
-        own = (rendered.text[start:end] for start, end in rendered.messages[number])
-        if turn.role != "assistant" and not any(word in part for part in own) and word not in rendered.text:
-            why = "the model would not see it"
-            fix = "use a template that writes this role, or remove the turn"
-            what = f"the chat template does not write the {turn.role} turn"
-            raise DataError(what, where=f"{where}: turn {number}", why=why, fix=fix)
-    for tool in chat.tools or ():
-        name = _tool_name(tool)
-        if name is not None and name not in rendered.text:
-            raise DataError(
-                f"the chat template does not write the tool {name}",
-                where=f"{where}: tools",
-                why="the model would not see it",
-                fix="use a template that writes tools, or remove them from the records",
-            )
-
-
-def _tool_name(tool: object) -> str | None:
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def _befores(turns: Sequence[Turn], number: int) -> list[tuple[Turn, ...]]:
+def _windows_before(turns: Sequence[Turn], number: int) -> list[tuple[Turn, ...]]:
     """Short chats that an answer can follow: the last user's turn alone, and with the tool turns before the answer."""
     user = next((n for n in range(number - 1, -1, -1) if turns[n].role == "user"), None)
-    opening = tuple(turn for turn in turns[:2] if turn.role in ("system", "developer"))
-    asked = opening if user is None else (*opening, turns[user])
+    system = tuple(turn for turn in turns[:2] if turn.role in ("system", "developer"))
+    question = system if user is None else (*system, turns[user])
     first = number
     while first > 0 and turns[first - 1].role == "tool":
         first -= 1
     if first == number or first == 0:
-        return [asked]
-    return [asked, (*asked, *turns[first - 1 : number])]
+        return [question]
+    # With the turn before the tools' answers, which made the calls.
+    return [question, (*question, *turns[first - 1 : number])]
 
 
 def _opening_length(answer: str, opening: str) -> int:
@@ -392,9 +333,3 @@ def _common_length(a: str, b: str) -> int:
     tag = a.rfind("<", 0, same)  # the last tag that begins before the difference
     inside = same < min(len(a), len(b)) and tag >= 0 and ">" not in a[tag:same]
     return tag if inside else same
-
-
-def _lost_text(where: str, why: str) -> DataError:
-    return DataError(
-        "cannot find the assistant's answer in the rendered chat", where=where, why=why, fix=_FIX
-    )

@@ -60,12 +60,8 @@ def open_completions(opened: OpenedSource) -> Splits[Completions]:
     cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
     train, held_out = divide(cache, encoder, spec)
     if not len(train):
-        documents = cache.documents()
-        whole = (
-            documents["end"].astype(np.int64)
-            - np.concatenate([[0], documents["end"][:-1]]).astype(np.int64)
-            - 1
-        )
+        ends = cache.documents()["end"].astype(np.int64)
+        whole = np.diff(ends, prepend=0) - 1  # inputs of each record
         raise no_room(spec, "completion", len(whole), whole)
     parts = [cache.header.digest, spec.sequence_length, spec.held_out, "packed" if spec.packing else "padded"]
     return Splits(train, held_out, json_hash(parts), lambda: _record_sentences(train, held_out, spec))
@@ -108,12 +104,14 @@ def divide(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> tuple[Complet
     is_held_out = held_out_records(records["hash"][fits], spec.held_out)
 
     def side(mask: npt.NDArray[np.bool_]) -> Completions:
-        first, last = starts[fits][mask], cut[fits][mask]
+        first = starts[fits][mask]
+        last = cut[fits][mask]
         truncated = (cut < ends)[fits][mask]
         if spec.packing:
             order, offsets = best_fit(last - first - 1, length)
         else:
-            order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
+            order = np.arange(len(first))
+            offsets = np.arange(len(first) + 1)
         return Completions(cache, encoder, first, last, truncated, order, offsets, length, spec.packing)
 
     return side(~is_held_out), side(is_held_out)
@@ -124,12 +122,13 @@ def held_out_records(hashes: npt.NDArray[np.uint64], fraction: float) -> npt.NDA
     # A hash is uniform over 64 bits, so this share of the records is below the bound.
     is_held_out = hashes < np.uint64(int(fraction * 2.0**64))
     count = len(hashes)
-    wanted = min(max(1, round(fraction * count)), max(0, count - 1)) if fraction else 0
     if not fraction or not count:
         return np.asarray(is_held_out)
+    # Few records, or many equal ones, may be far from the share: then it is the last ones.
     if fraction / 2 <= is_held_out.mean() <= 2 * fraction and not is_held_out.all():
         return np.asarray(is_held_out)
-    return np.arange(count) >= count - wanted
+    last = min(max(1, round(fraction * count)), max(0, count - 1))
+    return np.arange(count) >= count - last
 
 
 def _record_sentences(train: Completions, held_out: Completions, spec: DataSpec) -> list[str]:

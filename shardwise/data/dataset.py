@@ -228,16 +228,19 @@ def document_row(documents: Sequence[Document], length: int, separator: int) -> 
     """
     inputs = np.full(length, separator, np.int64)
     labels = np.full(length, NOT_COUNTED, np.int64)
-    positions, numbers = np.zeros(length, np.int64), np.zeros(length, np.int64)
-    at = 0
+    positions = np.zeros(length, np.int64)
+    numbers = np.zeros(length, np.int64)
+    start = 0
     for number, (tokens, trained) in enumerate(documents):
-        until = at + len(tokens) - 1
-        inputs[at:until] = tokens[:-1]
-        labels[at:until] = np.where(trained[1:], tokens[1:], NOT_COUNTED)
-        positions[at:until] = np.arange(until - at)
-        numbers[at:until] = number
-        at = until
-    positions[at:] = np.arange(length - at)
+        # n + 1 tokens are n inputs, each with the next token as its label.
+        end = start + len(tokens) - 1
+        inputs[start:end] = tokens[:-1]
+        labels[start:end] = np.where(trained[1:], tokens[1:], NOT_COUNTED)
+        positions[start:end] = np.arange(end - start)
+        numbers[start:end] = number
+        start = end
+    # The padding is a document of its own, which no other one attends to.
+    positions[start:] = np.arange(length - start)
     return {"input_ids": inputs, "labels": labels, "positions": positions, "document": numbers}
 
 

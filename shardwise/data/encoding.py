@@ -93,7 +93,9 @@ class Encoder:
         empty: number of completions so far that are empty.
     """
 
-    documents, row, empty = 1, EXAMPLE, 0
+    documents = 1
+    row = EXAMPLE
+    empty = 0
 
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer, pairs: bool = False) -> None:
         self.format = name
@@ -187,6 +189,7 @@ class Encoder:
     def _encoded(self, examples: Sequence[Example], origins: Sequence[str]) -> list[Encoded]:
         if self._pairs:
             return [self._framed(example) for example in examples]
+        # All texts of a group go to the tokenizer at once, which may distribute them over the cores.
         texts = [list(self._texts(example, where)) for example, where in zip(examples, origins, strict=True)]
         tokenized = self.tokenizer.encode_spans(
             [(text.text, text.spans) for parts in texts for text in parts]
@@ -202,6 +205,7 @@ class Encoder:
                 if text.ends and ids[-1:] != [self.tokenizer.separator]:
                     tokens.append(self.tokenizer.separator)
                     trained.append(bool(text.spans))
+            # ``begun`` returns the same list if the tokenizer has no such token, or the text wrote it itself.
             if isinstance(example, Completed) and (whole := self.tokenizer.begun(tokens)) is not tokens:
                 tokens = whole
                 trained = [False, *trained]
@@ -224,7 +228,8 @@ class Encoder:
 
     def _framed(self, example: Example) -> Encoded:
         assert isinstance(example, Completed)
-        prompt, completion = self.tokenizer.framed(example.prompt), self.tokenizer.framed(example.completion)
+        prompt = self.tokenizer.framed(example.prompt)
+        completion = self.tokenizer.framed(example.completion)
         return Encoded(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
     def _divided(self, chat: Chat, where: str, tokens: int) -> Iterator[Encoded]:
@@ -240,6 +245,7 @@ class Encoder:
             return self._encoded([replace(chat, turns=tuple(turns))], [where])[0]
 
         while exchanges:
+            # More exchanges give more tokens, so a binary search finds the most that fit (n + 1 tokens are n inputs).
             counts = range(1, min(len(exchanges), 2 * usual) + 1)
             count = max(1, bisect_right(counts, self._length + 1, key=lambda count: len(part(count).tokens)))
             yield part(count)
@@ -297,11 +303,14 @@ def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
             for encoded in encoder.encode_all(group):
                 parts += encoded
                 records += 1
-                untrained += not encoded
-                divided += len(encoded) > encoder.documents
+                if not encoded:
+                    untrained += 1
+                if len(encoded) > encoder.documents:
+                    divided += 1
             rows = []
             for part in parts:
                 end += len(part.tokens)
+                # From 1: the first token is no target. The columns that the encoder's rows lack are the last ones.
                 row = (end, _hash_of(part), part.trained.index(True, 1), part.shared, part.value)
                 rows.append(row[: len(encoder.row.fields or ())])
             tokens = np.fromiter(itertools.chain.from_iterable(part.tokens for part in parts), dtype)
@@ -311,7 +320,8 @@ def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
             trained_tokens += int(trained.sum())
             endless += sum(part.endless for part in parts)
     if not documents:
-        why, fix = "it has no records", "check data.source"
+        why = "it has no records"
+        fix = "check data.source"
         if records:
             why, fix = encoder.nothing_trained(records)
         raise DataError("nothing to train on in the data source", where=source.name, why=why, fix=fix)

@@ -17,6 +17,7 @@ from shardwise.recipe.sections import Recipe
 
 def steps_of_epochs(epochs: float, sequences: int, batch_size: int) -> int:
     """Optimizer steps of ``epochs`` passes over ``sequences``: ceil(epochs x sequences / batch_size), at least 1."""
+    # Rounded first: in binary, 1.1 x 100 is 110.00000000000001, and would be 111 steps.
     return max(1, math.ceil(round(epochs * sequences / batch_size, 6)))
 
 

@@ -154,9 +154,8 @@ def _detected(fields: frozenset[str], text_key: str, kind: str) -> str:
         return opened[0]
     if kind == "unpaired" and formats[:1] not in ([], ["preference"]) and fields.intersection(LABELS):
         return "unpaired"
-    preferred = kind in ("pairs", "scored", "unpaired") or formats[:1] == [
-        "sharegpt"
-    ]  # its turns may be the prompt of pairs
+    # The turns of sharegpt may be the prompt of pairs.
+    preferred = kind in ("pairs", "scored", "unpaired") or formats[:1] == ["sharegpt"]
     if "preference" in formats and preferred:
         return "preference"
     return "text" if text_key in fields or not formats else formats[0]
@@ -171,7 +170,8 @@ def example_of(record: Record, name: str, empty: bool = False) -> Example:
     Raises:
         DataError: the record does not have this format, or has nothing to complete.
     """
-    fields, where = record.fields, record.where
+    fields = record.fields
+    where = record.where
     require_fields(record, name)
     if name == "messages":
         return chat_of(record, name, turns_of(fields, "messages", ("role", "content"), where, empty))
@@ -229,16 +229,16 @@ def alpaca_of(
     with_input = ", paired with an input that provides further context" if extra else ""
     opening = f"{system or _ALPACA.format(with_input=with_input)}\n\n"
     texts: list[tuple[str, str]] = []
-    for asked, answer in _history(fields, where):
-        texts.append((f"### Instruction:\n{asked}\n\n### Response:\n", answer))
+    for question, answer in _history(fields, where):
+        texts.append((f"### Instruction:\n{question}\n\n### Response:\n", answer))
     instruction = said(fields["instruction"], "instruction", where)
-    question = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "")
+    last = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "")
     read = text_in if empty else said
-    texts.append((f"{question}### Response:\n", read(fields[output], output, where)))
-    first, *later = texts
-    return Completed(
-        ((opening + first[0], first[1]), *((f"\n\n{prompt}", answer) for prompt, answer in later))
-    )
+    texts.append((f"{last}### Response:\n", read(fields[output], output, where)))
+    (first_prompt, first_answer), *later = texts
+    pairs = [(opening + first_prompt, first_answer)]
+    pairs += [(f"\n\n{prompt}", answer) for prompt, answer in later]
+    return Completed(tuple(pairs))
 
 
 def _text_if_given(fields: Mapping[str, object], key: str, where: str) -> str:
@@ -271,22 +271,25 @@ def with_turns(record: Record, template: bool) -> Record:
     Args:
         template: whether the tokenizer has a chat template. Without one, instructions have Alpaca's wording.
     """
-    fields, where = record.fields, record.where
+    fields = record.fields
+    where = record.where
     prompt = fields.get("prompt")
     if prompt is not None:
-        alone = fields.get("system") is None or not isinstance(prompt, str) or not prompt.strip()
-        return record if alone else _with_prompt(record, [("user", text_in(prompt, "prompt", where))], ())
+        if fields.get("system") is None or not isinstance(prompt, str) or not prompt.strip():
+            return record
+        return _with_prompt(record, [("user", text_in(prompt, "prompt", where))], ())
     names = [key for key in ("instruction", QUESTION) if fields.get(key) is not None][:1]
     if names == ["instruction"] and not template:
         return record
-    names += ["input"] if fields.get("input") is not None else []
+    if fields.get("input") is not None:
+        names.append("input")
     if not names:
         return record
     question = "\n".join(text for name in names if (text := text_in(fields[name], name, where)).strip())
     require_words(question, names[0], where)
-    before = [
-        turn for pair in _history(fields, where) for turn in zip(("user", "assistant"), pair, strict=True)
-    ]
+    before: list[tuple[str, str]] = []
+    for earlier, answer in _history(fields, where):
+        before += [("user", earlier), ("assistant", answer)]
     return _with_prompt(record, [*before, ("user", question)], (*names, "history"))
 
 
@@ -306,7 +309,8 @@ def chat_of(record: Record, name: str, turns: tuple[Turn, ...], last: str | None
     Args:
         last: the field with the last turns.
     """
-    fields, where = record.fields, record.where
+    fields = record.fields
+    where = record.where
     if system := _text_if_given(fields, "system", where):
         if turns[0].role in ("system", "developer") and turns[0].text != system:
             why = "its first turn is another system turn"

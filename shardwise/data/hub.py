@@ -162,6 +162,7 @@ def pieces_of_stream(
     name: str, rows: Any, text_key: str, position: SourcePosition
 ) -> Iterator[tuple[TextPiece, SourcePosition]]:
     """The documents of a `datasets.IterableDataset` from a position on: a state of the dataset, and rows after it."""
+    # A position is a state of the dataset, and how many rows were read after it.
     state, skip = position or (None, 0)
     if rows.column_names and text_key not in rows.column_names:
         raise missing_key(text_key, list(rows.column_names), name)
@@ -170,6 +171,7 @@ def pieces_of_stream(
         chosen.load_state_dict(state)
     try:
         for number, row in enumerate(chosen, 1):
+            # Rows are counted from the state: it is renewed every so many rows, and with it the count is 0.
             if (since := number % _ROWS_AT_A_TIME) == 0:
                 state = chosen.state_dict()
             if number > skip:

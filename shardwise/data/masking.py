@@ -16,8 +16,9 @@ import numpy as np
 from shardwise.data.dataset import NOT_COUNTED, Sample
 
 TARGET_SHARE = 0.15
-MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
-"""Of the targets; the others stay."""
+# Of the targets; the others stay.
+MASKED_SHARE = 0.8
+RANDOM_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Masking:
             return {"input_ids": inputs, "labels": labels}
         digest = hashlib.blake2b(f"shardwise mask {step} {slot}".encode(), digest_size=16).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-        draw, kind, other = generator.random((3, len(inputs)))
+        draw, kind, other = generator.random((3, len(inputs)))  # uniform in [0, 1), [s] each
         target = (draw < TARGET_SHARE) & ~np.isin(inputs, self._never)
-        labels[target] = inputs[target]
+        labels[target] = inputs[target]  # before any input changes
         replaced = target & (kind >= MASKED_SHARE) & (kind < MASKED_SHARE + RANDOM_SHARE)
         inputs[replaced] = (other * self.vocab).astype(np.int64)[replaced]
         inputs[target & (kind < MASKED_SHARE)] = self.mask

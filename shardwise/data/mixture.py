@@ -51,8 +51,8 @@ class Mixture(Dataset):
         return self._datasets[source], index - int(self._offsets[source])
 
     def sample(self, index: int) -> Sample:
-        dataset, own = self._source_of(index)
-        return dataset.sample(own)
+        dataset, number = self._source_of(index)
+        return dataset.sample(number)
 
     def padding(self) -> Sample:
         return self._datasets[0].padding()
@@ -62,12 +62,12 @@ class Mixture(Dataset):
             dataset.release()
 
     def filled(self, index: int) -> int | None:
-        dataset, own = self._source_of(index)
-        return dataset.filled(own)
+        dataset, number = self._source_of(index)
+        return dataset.filled(number)
 
     def text(self, index: int) -> str:
-        dataset, own = self._source_of(index)
-        return dataset.text(own)
+        dataset, number = self._source_of(index)
+        return dataset.text(number)
 
     # -- order
 
@@ -80,6 +80,7 @@ class Mixture(Dataset):
             taken = min(BLOCK_SIZE - offset, end - position)
             offsets = np.arange(offset, offset + taken, dtype=np.uint64)
             slots = Permutation(BLOCK_SIZE, seed, block)(offsets).astype(np.int64)
+            # Before the permutation, a block has the slots of dataset 0, then those of dataset 1, and so on.
             sources = np.searchsorted(self._ends, slots, side="right")
             samples += [
                 self._sample_at(int(source), block, int(slot), seed)
@@ -116,6 +117,7 @@ def counts_of(weights: Sequence[float]) -> list[int]:
     """Samples of each dataset in a block: BLOCK_SIZE shared out by the largest remainders. Raises RecipeError."""
     shares = [BLOCK_SIZE * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in shares]
+    # The largest remainder first; of equal ones, the first dataset.
     by_remainder = sorted(range(len(shares)), key=lambda source: (counts[source] - shares[source], source))
     for source in by_remainder[: BLOCK_SIZE - sum(counts)]:
         counts[source] += 1

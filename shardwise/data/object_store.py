@@ -54,7 +54,8 @@ class ObjectStore(Source):
 
     def __init__(self, name: str, text_key: str) -> None:
         """Lists the files. Raises DataError: none is there, or the store cannot be read."""
-        self.name, self._text_key = name, text_key
+        self.name = name
+        self._text_key = text_key
         with self._readable():
             self._system, location = _file_system(name)
             self._files = sorted(self._listed(location))
@@ -103,6 +104,7 @@ class ObjectStore(Source):
             if path.lower().endswith(".parquet"):
                 with self._system.open(path) as remote:
                     return columns_of(remote)
+            # The last line of a part is cut off, so only the first record is read.
             if size > _HEAD_BYTES:
                 with self._copied(path, _HEAD_BYTES) as local:
                     return frozenset(next(read_records(local, ())).fields)
@@ -115,6 +117,7 @@ class ObjectStore(Source):
         if _GLOB_SIGNS.search(location):
             entries = self._system.glob(location, detail=True)
             paths = [path for path, info in entries.items() if info["type"] != "directory"]
+            # Hidden below the glob's own folder; a pattern that names hidden files means them.
             before = _GLOB_SIGNS.split(location)[0].rpartition("/")[0]
             paths = [path for path in paths if "/." in location or not _is_hidden(path, before)]
             for path in paths:

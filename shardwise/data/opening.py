@@ -115,6 +115,7 @@ def opener_of(
         if not fields and not streamed:
             next(source.pieces(), None)  # raises the fault of malformed data
         raise _unsuitable(spec, name, kind, fields, objective)
+    # Records without the text key were taken for text because no format fits them: perhaps one is misspelt.
     no_format = fields and name == "text" and spec.format == "auto" and spec.text_key not in fields
     if no_format and (meant := misspelt(sorted(fields), _needed(kind))):
         what = f"no '{spec.text_key}'"
@@ -145,15 +146,15 @@ def _unsuitable(
     why = f"its records are of the format {name}"
     fix = ""
     if spec.format == "auto" and spec.text_key not in fields and name == "text":
-        why = (
-            f"its first record has {', '.join(sorted(fields))}" if fields else "it has no records with fields"
-        )
+        why = "it has no records with fields"
+        if fields:
+            why = f"its first record has {', '.join(sorted(fields))}"
     if spec.stream_window is not None:
         what = "only plain text is streamed"
         fix = "remove data.stream_window, or write data.format: text"
     elif kind in _NEEDS:
-        said, key = objective
-        what = f"{said} needs {_NEEDS[kind]}"
+        asker, key = objective
+        what = f"{asker} needs {_NEEDS[kind]}"
         give = _GIVE.get(kind, "give pairs")
         fix = misspelt(sorted(fields), _needed(kind)) or f"{give}, or leave {key} out"
     elif name in ("preference", "unpaired"):
@@ -203,13 +204,13 @@ def open_sources(recipe: Recipe, root: Path, verify: bool = False) -> OpenedSour
 
 def _require_alike(parts: Sequence[Splits[TokenDataset]]) -> None:
     """Raises DataError if the samples of a mixture's sources do not stack."""
-    names = [frozenset(part.train.padding()) for part in parts]
-    for number, own in enumerate(names):
-        if own != names[0]:
+    names = [frozenset(part.train.padding()) for part in parts]  # it has the names of every sample
+    for number, fields in enumerate(names):
+        if fields != names[0]:
             raise DataError(
                 "the sources of a mixture have different samples",
                 where=f"data.mixture[{number}]",
-                why=f"only some have {', '.join(sorted(own ^ names[0]))}",
+                why=f"only some have {', '.join(sorted(fields ^ names[0]))}",
                 fix="give all of them the same fields",
             )
 

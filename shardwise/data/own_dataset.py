@@ -36,7 +36,9 @@ class OwnDataset(Dataset):
     """
 
     def __init__(self, dataset: torch_data.Dataset[Any], first: int, count: int) -> None:
-        self._dataset, self._first, self._count = dataset, first, count
+        self._dataset = dataset
+        self._first = first
+        self._count = count
         self._largest = {name: tensor.shape for name, tensor in _item(dataset, 0).items()}
 
     def __len__(self) -> int:
@@ -47,9 +49,10 @@ class OwnDataset(Dataset):
         item = _item(self._dataset, self._index(index))
         for name, tensor in item.items():
             planned = self._largest.get(name, tensor.shape)
-            if len(tensor.shape) != len(planned) or any(
-                a > b for a, b in zip(tensor.shape, planned, strict=True)
-            ):
+            fits = len(tensor.shape) == len(planned)
+            if fits:
+                fits = all(size <= most for size, most in zip(tensor.shape, planned, strict=True))
+            if not fits:
                 raise DataError(
                     f"'{name}' is larger than planned",
                     where=f"dataset item {self._index(index)}",
@@ -63,6 +66,7 @@ class OwnDataset(Dataset):
 
     def rows(self, indices: Sequence[int | None], keys: Sequence[object] = ()) -> list[Sample]:
         rows: list[Sample] = []
+        # The model draws from the same generators, so a dataset must leave them as they were.
         with generators_kept():
             for index, key in zip_longest(indices, keys):
                 _seed(key)
@@ -98,8 +102,9 @@ def open_dataset(dataset: torch_data.Dataset[Any], fraction: float) -> Splits[Ow
     with generators_kept():
         _seed("content")
         content = _content_hash(dataset, count)
-        sides = OwnDataset(dataset, 0, count - held_out), OwnDataset(dataset, count - held_out, held_out)
-    return Splits(*sides, json_hash([content, held_out]))
+        train = OwnDataset(dataset, 0, count - held_out)
+        held = OwnDataset(dataset, count - held_out, held_out)
+    return Splits(train, held, json_hash([content, held_out]))
 
 
 def _item(dataset: torch_data.Dataset[Any], index: int) -> Batch:

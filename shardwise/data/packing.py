@@ -32,6 +32,7 @@ def best_fit(
     sequences = 0
     for record in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[record])
+        # An integer as a set: one shift leaves the rooms that are enough, however many sequences are open.
         if fitting := rooms >> length:
             # The lowest set bit is the least room that is enough.
             free = length + (fitting & -fitting).bit_length() - 1

@@ -57,7 +57,8 @@ class Pairs(TokenDataset):
 
     def sample(self, index: int) -> Sample:
         row = {name: array.copy() for name, array in self.padding().items()}
-        prompt, completion = self.prompt(index), self.completion(index)
+        prompt = self.prompt(index)
+        completion = self.completion(index)
         row["input_ids"][: len(prompt)] = prompt
         row["attention_mask"][len(prompt) :] = 0
         row["labels"][: len(completion)] = completion
@@ -72,13 +73,15 @@ class Pairs(TokenDataset):
         }
 
     def text(self, index: int) -> str:
-        sides = self.prompt(index), self.completion(index)
+        sides = (self.prompt(index), self.completion(index))
         return "".join(self.tokenizer.decode(side.tolist()) for side in sides)
 
     def prompt(self, index: int) -> TokenIds:
         """The encoder's tokens of a record, at most `length`."""
         tokens = self.cache.tokens[self.starts[index] : self.borders[index]].astype(np.int64)
-        return tokens if len(tokens) <= self.length else np.append(tokens[: self.length - 1], tokens[-1])
+        if len(tokens) <= self.length:
+            return tokens
+        return np.append(tokens[: self.length - 1], tokens[-1])  # the end-of-text token stays
 
     def completion(self, index: int) -> TokenIds:
         """The decoder's targets of a record, at most `target_length`."""
@@ -86,17 +89,19 @@ class Pairs(TokenDataset):
         return tokens[: self.target_length]
 
     def record(self, index: int) -> tuple[list[int], list[bool]]:
-        prompt, completion = self.prompt(index).tolist(), self.completion(index).tolist()
+        prompt = self.prompt(index).tolist()
+        completion = self.completion(index).tolist()
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def documents(self, index: int) -> list[MaskedTokens]:
-        sides = (self.prompt(index), False), (self.completion(index), True)
+        sides = ((self.prompt(index), False), (self.completion(index), True))
         return [[(token, trained) for token in tokens.tolist()] for tokens, trained in sides]
 
     @property
     def cut(self) -> npt.NDArray[np.bool_]:
         """Whether a prompt or a completion is cut, [records]."""
-        prompts, completions = self.borders - self.starts, self.ends - self.borders
+        prompts = self.borders - self.starts
+        completions = self.ends - self.borders
         return (prompts > self.length) | (completions > self.target_length)
 
     def note(self, index: int) -> str:
@@ -104,7 +109,8 @@ class Pairs(TokenDataset):
 
     def lengths(self) -> Lengths:
         """Of the training records."""
-        prompts, completions = self.borders - self.starts, self.ends - self.borders
+        prompts = self.borders - self.starts
+        completions = self.ends - self.borders
         return Lengths(int(prompts.max()), float(prompts.mean()), int(completions.max()))
 
 
@@ -152,14 +158,18 @@ def open_pairs(opened: OpenedSource) -> Splits[Pairs]:
 
 def divide_pairs(cache: TokenCache, tokenizer: Tokenizer, spec: DataSpec) -> tuple[Pairs, Pairs]:
     """(training records, held-out records) of a cache that an encoder of pairs wrote."""
-    length, target_length = spec.sequence_length, spec.decoder_length
+    length = spec.sequence_length
+    target_length = spec.decoder_length
     records = cache.documents()
     ends = records["end"].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     borders = starts + records["first"].astype(np.int64)  # the first trained token is the completion's first
     if spec.too_long == "drop":
         fits = (borders - starts <= length) & (ends - borders <= target_length)
-        records, starts, borders, ends = records[fits], starts[fits], borders[fits], ends[fits]
+        records = records[fits]
+        starts = starts[fits]
+        borders = borders[fits]
+        ends = ends[fits]
     mask = held_out_records(records["hash"], spec.held_out)
     train, held_out = (
         Pairs(cache, tokenizer, starts[side], borders[side], ends[side], length, target_length)

@@ -43,7 +43,8 @@ class PairEncoder(Encoder):
         implicit: number of records so far whose prompt is the text that both completions begin with.
     """
 
-    documents, row = 2, PREFERENCE
+    documents = 2
+    row = PREFERENCE
 
     def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
         super().__init__(spec, "preference", tokenizer)
@@ -68,6 +69,7 @@ class PairEncoder(Encoder):
         pairs = [self._pair(record) for record in records]
         examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
         encoded = iter(self._encoded(examples, [record.where for record in records for _ in range(2)]))
+        # One iterator twice: zip takes the chosen and then the rejected document from it.
         for record, pair, chosen, rejected in zip(records, pairs, encoded, encoded, strict=False):
             if chosen.tokens == rejected.tokens:
                 self.equal += 1
@@ -83,6 +85,7 @@ class PairEncoder(Encoder):
         for example in (pair.chosen, pair.rejected):
             self._note(example, record, pair.read)
             self.empty += is_empty(example)
+        # Only objectives that read margins refuse records for them, so the fault goes into the header.
         try:
             return replace(pair, margin=self._margin(record))
         except DataError as error:
@@ -96,7 +99,7 @@ class PairEncoder(Encoder):
         if self.margins is None:
             self.margins = has_margin
         elif has_margin != self.margins:
-            have = ("the records before have none", "the records before have one")[self.margins]
+            have = "the records before have one" if self.margins else "the records before have none"
             what = "a 'margin'" if has_margin else "no 'margin'"
             raise DataError(what, where=record.where, why=have, fix="give every record a margin, or none")
         return margin
@@ -131,8 +134,8 @@ def _answer_alike(pair: Preference) -> bool:
 
 def _mask_from(trained: list[bool], first: int) -> list[bool]:
     """A trained mask that begins at a token at the latest."""
-    own = trained.index(True)
-    return trained[:first] + [True] * (own - first) + trained[own:]
+    begin = trained.index(True)
+    return trained[:first] + [True] * (begin - first) + trained[begin:]
 
 
 class LabelEncoder(Encoder):

@@ -90,7 +90,8 @@ def preference_of(record: Record, template: bool) -> Preference:
     require_fields(record, "preference")
     if not _turns_before(record.fields) and all(_begins_with_answer(record, key) for key in SIDES):
         record = with_turns(record, template)
-    fields, where = record.fields, record.where
+    fields = record.fields
+    where = record.where
     read = TEXT_KEYS["preference"]
     if all(isinstance(fields[key], str) for key in SIDES) and not _turns_before(fields):
         implicit = fields.get("prompt") is None and fields.get("instruction") is None
@@ -111,7 +112,8 @@ def labelled_of(record: Record, template: bool) -> Labelled:
     Args:
         template: whether the tokenizer has a chat template.
     """
-    fields, where = record.fields, record.where
+    fields = record.fields
+    where = record.where
     key = next((key for key in LABELS if fields.get(key) is not None), None)
     if key is None:
         why = f"data.format is unpaired, and the record has {', '.join(fields) or 'nothing'}"
@@ -128,17 +130,16 @@ def labelled_of(record: Record, template: bool) -> Labelled:
     if output and isinstance(answer := fields.get(output), str):
         asked = with_turns(bare, template)
         if asked is not bare:
-            said = [{"role": "assistant", "content": text_in(answer, output, where)}]
+            turns = [{"role": "assistant", "content": text_in(answer, output, where)}]
             others = {key: value for key, value in asked.fields.items() if key != output}
-            bare = Record({**others, "completion": said}, where)
+            bare = Record({**others, "completion": turns}, where)
             name = "prompt"
     example = example_of(bare, name, empty=True)
     if isinstance(example, Completed):
         return Labelled(replace(example, only_last=True), label, TEXT_KEYS[name] | set(LABELS))
     if name != "prompt":  # a prompt says itself where the completion begins
-        last = len(example.turns) - 1
-        turns = (replace(turn, trained=turn.trained and n == last) for n, turn in enumerate(example.turns))
-        example = replace(example, turns=tuple(turns))
+        before = (replace(turn, trained=False) for turn in example.turns[:-1])
+        example = replace(example, turns=(*before, example.turns[-1]))
     return Labelled(example, label, TEXT_KEYS[name])
 
 
@@ -155,6 +156,7 @@ def margin_of(fields: Mapping[str, object], where: str) -> float | None:
     value = parsed_json(fields.get("margin"))  # of CSV: a text
     if value is None or value == "":
         return None
+    # A bool is an int in Python, and only NaN differs from itself.
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise DataError("'margin' is not a number", where=where, why=f"it is {value!r}", fix="write a number")
     if not abs(value) <= _LARGEST_MARGIN:
@@ -170,13 +172,13 @@ def margin_of(fields: Mapping[str, object], where: str) -> float | None:
 def _text_pair(fields: Mapping[str, object], where: str) -> tuple[Completed, Completed]:
     chosen, rejected = (text_in(fields[key], key, where) for key in SIDES)
     if fields.get("prompt") is None:
-        at = _border(chosen, rejected)
-        if not at and chosen != rejected:
+        border = _border(chosen, rejected)
+        if not border and chosen != rejected:
             fix = "name the prompt's field 'prompt', or begin both with it; an empty 'prompt' says that there is none"
             raise _no_prompt(fields, where, "the texts begin differently", fix)
-        prompt = chosen[:at]
-        chosen = chosen[at:]
-        rejected = rejected[at:]
+        prompt = chosen[:border]
+        chosen = chosen[border:]
+        rejected = rejected[border:]
     else:
         prompt = text_in(fields["prompt"], "prompt", where)
     return Completed(((prompt, chosen),)), Completed(((prompt, rejected),))
@@ -184,9 +186,9 @@ def _text_pair(fields: Mapping[str, object], where: str) -> tuple[Completed, Com
 
 def _no_prompt(fields: Mapping[str, object], where: str, why: str, fix: str) -> DataError:
     other = [key for key in fields if key not in SIDES]
-    reason = f"there is no 'prompt', and {why}" + (
-        f"; the record also has {', '.join(other)}" if other else ""
-    )
+    reason = f"there is no 'prompt', and {why}"
+    if other:
+        reason += f"; the record also has {', '.join(other)}"
     return DataError("chosen and rejected have no prompt in common", where=where, why=reason, fix=fix)
 
 
@@ -212,7 +214,8 @@ def _turns_before(fields: Mapping[str, object]) -> str | None:
 
 
 def _chats(record: Record) -> tuple[Chat, Chat]:
-    fields, where = record.fields, record.where
+    fields = record.fields
+    where = record.where
     sides = [_answer(fields, key, where) for key in SIDES]
     name = _turns_before(fields)
     if name != "prompt" and all(side[0].role != "assistant" for side in sides):

@@ -76,6 +76,7 @@ class Preferences(CachedDocuments):
         return [self._scored(int(self.starts[record, side]), int(self.ends[record, side])) for side in (0, 1)]
 
     def _scored(self, start: int, end: int) -> Document:
+        # The added token has no meaning: it is the target at the last input, where the score is read.
         tokens, _ = self.cache.document(start, end - 1)
         return np.append(tokens, self.tokenizer.separator), np.arange(end - start) == end - start - 1
 
@@ -87,6 +88,7 @@ class Preferences(CachedDocuments):
             row = document_row(documents, self.length, separator)
             inputs = self.inputs_in(index)
             row["counted"] = np.zeros(self.length, np.int64)
+            # Where each chosen document begins in the row, and in it the input that predicts its first target.
             row["counted"][(np.cumsum(inputs) - inputs)[::2] + self.firsts[pairs, 0] - 1] = 1
             row = {**row, **document_fields(row["positions"])}
         else:
@@ -197,6 +199,7 @@ def divide_preferences(
     firsts = rows["first"].astype(np.int64)
     cut = np.any(room < whole, axis=1)
     untrained = np.any(firsts > room, axis=1)
+    # Both are cut at the same token, which is among those that they have in common.
     equal = ~untrained & (room[:, 0] == room[:, 1]) & (room[:, 0] < rows["shared"][:, 0])
     if spec.too_long == "drop":
         left_out = LeftOut(long=int(cut.sum()))
@@ -215,11 +218,12 @@ def divide_preferences(
         if spec.packing:
             order, offsets = best_fit((last - first - 1).sum(1), length)
         else:
-            order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
-        own = None if margins is None else margins[fits][mask]
+            order = np.arange(len(first))
+            offsets = np.arange(len(first) + 1)
+        margins_of_side = None if margins is None else margins[fits][mask]
         return Preferences(
             cache, encoder, first, last, cut[fits][mask], order, offsets, length, spec.packing, firsts[fits][mask],
-            own, scored,
+            margins_of_side, scored,
         )  # fmt: skip
 
     return side(~is_held_out), side(is_held_out), left_out

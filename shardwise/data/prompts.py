@@ -123,13 +123,15 @@ def open_prompts(opened: OpenedSource) -> Splits[PromptDataset]:
 
     def side(held_out: bool) -> PromptDataset:
         chosen = np.flatnonzero(is_held_out == held_out).tolist()
-        own = [tokens[number] for number in chosen]
-        flat = np.array([token for prompt in own for token in prompt], np.int64)
-        ends = np.cumsum([len(prompt) for prompt in own], dtype=np.int64)
-        fields, after = [records[number] for number in chosen], [closings[number] for number in chosen]
+        prompts = [tokens[number] for number in chosen]
+        flat = np.array([token for prompt in prompts for token in prompt], np.int64)
+        ends = np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64)
+        fields = [records[number] for number in chosen]
+        after = [closings[number] for number in chosen]
         return PromptDataset(opened.tokenizer, flat, ends, fields, after, longest, reader.chats)
 
-    train, held_out = side(False), side(True)
+    train = side(False)
+    held_out = side(True)
 
     def sentences() -> list[str]:
         mean = sum(map(len, tokens)) / len(tokens)
@@ -151,7 +153,8 @@ class _Reader:
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer) -> None:
         self.chats = False
         self._closing: list[int] | None = None
-        self._name, self._tokenizer = name, tokenizer
+        self._name = name
+        self._tokenizer = tokenizer
         self._today = date.fromisoformat(spec.date) if spec.date else date.today()
 
     def tokens(self, record: Record) -> tuple[list[int], list[int]]:
@@ -163,6 +166,7 @@ class _Reader:
             fix = misspelt(record.fields, [field]) or f"give every record {field}"
             raise DataError(f"no '{field}'", where=record.where, why=why, fix=fix)
         if name == "alpaca":
+            # A further field ``prompt`` is not the prompt of this format: ``with_turns`` would keep it.
             record = Record({**record.fields, "prompt": None}, record.where)
         if name in ("prompt", "alpaca"):
             record = with_turns(record, self._tokenizer.chat is not None)
@@ -171,6 +175,7 @@ class _Reader:
         if name == "prompt" and not isinstance(value, list):
             return self._begun(said(value, field, record.where)), []
         if name == "alpaca":
+            # Only the prompt is read, and a completion must not be empty.
             return self._begun(alpaca_of({**record.fields, "output": "-"}, record.where).prompt), []
         self.chats = True
         keys = ("from", "value") if name == "sharegpt" else ("role", "content")
@@ -179,12 +184,13 @@ class _Reader:
             turns = turns[:-1]
         # An answer must be able to follow.
         chat = chat_of(record, name, (*turns, Turn("assistant", "-")), field)
-        asked = chat.turns[:-1]
-        if not asked:
-            why, fix = "it has the assistant's turn alone", "begin with the user's"
+        before = chat.turns[:-1]
+        if not before:
+            why = "it has the assistant's turn alone"
+            fix = "begin with the user's"
             raise DataError("no prompt", where=f"{record.where}: {field}", why=why, fix=fix)
         template = require_template(self._tokenizer)
-        opened = replace(chat, turns=asked)
+        opened = replace(chat, turns=before)
         template.checked(opened, record.where, self._today)
         prompt = self._tokenizer.encode(template.text(opened, record.where, self._today, opening=True))
         if self._closing is None:  # it depends on the template alone

@@ -139,9 +139,12 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _read_text_file(path: Path) -> Iterator[TextPiece]:
-    line, offset, rest = 1, 0, b""
+    line = 1
+    offset = 0
+    rest = b""
     with _open(path) as file:
         while True:
+            # The rest is shorter than a piece, so a read that does not fill one is the last.
             data = rest + file.read(PIECE_BYTES - len(rest))
             at_end = len(data) < PIECE_BYTES
             cut = len(data) if at_end else _piece_length(data)
@@ -162,6 +165,7 @@ def _piece_length(data: bytes) -> int:
     for mark in (b"\n", b" "):
         if (index := data.rfind(mark)) > 0:
             return index + 1
+    # A character of UTF-8 has at most three continuation bytes, 10xxxxxx, behind its first byte, 11xxxxxx.
     cut = len(data)
     while cut > len(data) - 3 and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1  # skip the continuation bytes of the last character
@@ -205,7 +209,8 @@ def _line_position(path: Path, line: int, byte: int) -> str:
 
 def _rows_of_jsonl(path: Path, skip: int) -> Iterator[tuple[object, str]]:
     """(parsed line, position) of each line that is not blank, behind `skip` of them."""
-    number, offset = 0, 0
+    number = 0
+    offset = 0
     with _open(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES + 1):
             number += 1
@@ -217,6 +222,7 @@ def _rows_of_jsonl(path: Path, skip: int) -> Iterator[tuple[object, str]]:
                     why=f"more than {LONGEST_LINE_BYTES >> 20} MiB",
                     fix="write one JSON object a line",
                 )
+            # A line is counted as below: blank ones are no records. Skipped ones are not parsed.
             if skip and line.strip(b"\xef\xbb\xbf \t\r\n\v\f"):
                 skip -= 1
                 offset += len(line)

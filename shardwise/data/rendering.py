@@ -34,15 +34,19 @@ from shardwise.data.spans import TextSpan
 TemplateMessage = Mapping[str, Any]
 """A message as templates read it: role, content and any further keys."""
 
-_ENTER, _SET, _LEAVE = "shardwise_enter", "shardwise_set", "shardwise_leave"
+# Functions that the compiled template calls.
+_ENTER = "shardwise_enter"
+_SET = "shardwise_set"
+_LEAVE = "shardwise_leave"
 _GENERATED = "shardwise_generated"
-"""Functions that the compiled template calls."""
 
 _PLANES = (0x100000, 0xF0000)
 """Private-use planes of Unicode. The marks come from the first one that the chat itself does not use."""
 
-_OUTSIDE, _OPENED, _CLOSED = 0xFFFB, 0xFFFC, 0xFFFD
-"""Offsets in a plane: text of no message, the start and the end of a generation block. Lower ones are messages."""
+# Offsets in a plane: text of no message, the start and the end of a generation block. Lower ones are messages.
+_OUTSIDE = 0xFFFB
+_OPENED = 0xFFFC
+_CLOSED = 0xFFFD
 
 
 class MarkedTextDiffers(Exception):
@@ -134,7 +138,8 @@ class _Marks:
 
     def __init__(self, messages: Sequence[TemplateMessage], plane: int) -> None:
         self._numbers = {id(message): number for number, message in enumerate(messages)}
-        self._messages, self._plane = messages, plane
+        self._messages = messages
+        self._plane = plane
         self._open: list[tuple[int, int]] = []  # (loop, message) of each open loop that writes messages
         self._over_messages: set[int] = set()
 
@@ -195,10 +200,12 @@ def _unmarked(marked: str, plane: int, count: int) -> Rendered:
         else:
             owner = code
         if owner != _OUTSIDE and text:
-            own = spans[owner]
-            if own and own[-1][1] == start:  # the mark of a generation block, or of a loop inside the message
-                start = own.pop()[0]
-            own.append((start, end))
+            owned = spans[owner]
+            if (
+                owned and owned[-1][1] == start
+            ):  # the mark of a generation block, or of a loop inside the message
+                start = owned.pop()[0]
+            owned.append((start, end))
     return Rendered("".join(parts[::2]), tuple(map(tuple, spans)), tuple(generated))
 
 

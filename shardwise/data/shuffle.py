@@ -66,6 +66,7 @@ class Permutation:
         """A bijection on 0..2^k-1: each round masks one half with a function of the other."""
         low = numbers & self._low_mask
         high = numbers >> self._low_bits
+        # XOR with a function of the other half is its own inverse, so no two numbers become one.
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             high = high ^ (_mix(low ^ even) & self._high_mask)
             low = low ^ (_mix(high ^ odd) & self._low_mask)

@@ -17,9 +17,10 @@ def after(pieces: Iterator[TextPiece], skip: int) -> Iterator[tuple[TextPiece, i
     """The pieces behind the first ``skip`` documents, each with the number of documents that have ended."""
     ended = 0
     for piece in pieces:
-        shown = ended >= skip
-        ended += piece.ends
-        if shown:
+        is_after = ended >= skip
+        if piece.ends:
+            ended += 1
+        if is_after:
             yield piece, ended
 
 

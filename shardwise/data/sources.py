@@ -139,7 +139,8 @@ class SavedDataset(FileSource):
 
     def __init__(self, name: str, folder: Path, split: str | None, text_key: str) -> None:
         super().__init__(name, (path for path in folder.rglob("*") if path.is_file()), text_key)
-        self._folder, self._split = folder, split
+        self._folder = folder
+        self._split = split
 
     def _rows(self) -> Any:
         return rows_of_saved(self.name, self._folder, self._split)
@@ -195,7 +196,9 @@ class HubStream(HubDataset):
     """The same without a download: rows come over the network while they are read."""
 
     def __init__(self, name: str, text_key: str) -> None:
-        self.name, self._text_key = name, text_key
+        # Not the base's: that would download the dataset.
+        self.name = name
+        self._text_key = text_key
         self._rows, self._revision = stream_of_hub(name)
 
     def identity(self) -> object:
@@ -236,6 +239,7 @@ def open_source(name: str, text_key: str, streamed: bool = False) -> Source:
     path = path_of(name)
     if path.exists() or path.is_symlink():
         return _local_source(name, path, None, text_key)
+    # A file may have a # in its name, so the whole name comes first.
     location, split = split_of(name)
     path = path_of(location)
     if split is not None and path.exists():
@@ -272,6 +276,7 @@ def _local_source(name: str, path: Path, split: str | None, text_key: str) -> So
 
 def _library_files(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
+        # In place: ``os.walk`` goes into the folders that are left in its list.
         folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
@@ -328,9 +333,11 @@ def _named_file(path: Path) -> Path:
     """`path` if it is a readable file, else a DataError with the reason."""
     why = fix = ""
     if not path.exists():
-        why, fix = "its link leads nowhere", "restore the file, or remove the link"
+        why = "its link leads nowhere"
+        fix = "restore the file, or remove the link"
     elif not path.is_file():
-        why, fix = "it is a device, a pipe or a socket", "copy its content into a file"
+        why = "it is a device, a pipe or a socket"
+        fix = "copy its content into a file"
     elif not is_data_file(path):
         why = f"its name ends in none of {', '.join(SUFFIXES)}"
         fix = "rename it, or narrow data.source"

@@ -74,7 +74,9 @@ class StreamedText(TokenDataset):
     endless = True
 
     def __init__(self, opened: OpenedSource) -> None:
-        spec, source, tokenizer = opened.spec, opened.source, opened.tokenizer
+        spec = opened.spec
+        source = opened.source
+        tokenizer = opened.tokenizer
         assert spec.stream_window is not None
         self.tokenizer = tokenizer
         self.length = spec.sequence_length
@@ -211,15 +213,19 @@ class StreamedText(TokenDataset):
 
             for document in self._documents(cursor):
                 if self._holds_out(document):
-                    held_out += [document] if is_first and document.epoch == 0 else []
+                    if (
+                        is_first and document.epoch == 0
+                    ):  # in a short source the first window has several passes
+                        held_out.append(document)
                     continue
+                # The last document of a window is divided: the next window skips what this one took.
                 taken = document.tokens[skip : skip + missing]
                 missing -= len(taken)
                 documents += 1
                 append(taken, self._size + 1 - missing, document.hash)
                 if not missing:
                     break
-                skip = 0
+                skip = 0  # only the first document begins before the window
             # The last token is a label here, and the first input of the next window.
             following = Cursor(document.epoch, document.position, skip + len(taken) - 1)
             size = self._size + 1
@@ -248,27 +254,31 @@ class StreamedText(TokenDataset):
 
     def _documents(self, cursor: Cursor) -> Iterator[_Document]:
         """The documents from a cursor on, without end: after the last one comes the first."""
-        epoch, position = cursor.epoch, cursor.place
+        epoch = cursor.epoch
+        position = cursor.place
         while True:
-            empty, trained = True, False
+            empty = True
+            trained = False
             for document in self._one_pass(epoch, position):
                 empty = False
                 trained = trained or not self._holds_out(document)
                 yield document
-            if not trained and position is None:  # another pass would find none either
-                why = (
-                    "are empty"
-                    if empty
-                    else f"are held out: {format_percent(self._held_out, 1)} of them shall be"
-                )
-                raise DataError(
-                    "no text in the data source" if empty else "no text to train on in the data source",
-                    where=self._source.name,
-                    why=f"all its documents {why}",
-                    fix="check data.source" if empty else "lower data.held_out, or give more documents",
-                )
+            # A pass from the start shows all documents: another one would find nothing else.
+            if not trained and position is None:
+                raise self._no_text(empty)
             epoch += 1
             position = None
+
+    def _no_text(self, empty: bool) -> DataError:
+        """The error for a source without documents to train on; ``empty``: all its documents are empty."""
+        what = "no text to train on in the data source"
+        why = f"all its documents are held out: {format_percent(self._held_out, 1)} of them shall be"
+        fix = "lower data.held_out, or give more documents"
+        if empty:
+            what = "no text in the data source"
+            why = "all its documents are empty"
+            fix = "check data.source"
+        return DataError(what, where=self._source.name, why=why, fix=fix)
 
     def _holds_out(self, document: _Document) -> bool:
         """As `text.split_text`."""
@@ -281,21 +291,23 @@ class StreamedText(TokenDataset):
         tokenizer = self.tokenizer
         separator = np.array([tokenizer.separator], dtype=tokenizer.dtype)
         begin = [] if tokenizer.begin is None else [np.array([tokenizer.begin], dtype=tokenizer.dtype)]
+        # ``position`` is that of the document being read; with its last piece comes the one behind it.
         pieces = self._source.pieces_from(position)
         for group in grouped(pieces, lambda pair: len(pair[0].data)):
             encoded = tokenizer.encode_pieces([piece.data for piece, _ in group])
             for (piece, behind), tokens in zip(group, encoded, strict=True):
-                parts += [tokens] if len(tokens) else []
+                if len(tokens):
+                    parts.append(tokens)
                 text.update(piece.data)
                 if not piece.ends:
                     continue
                 if parts:
-                    begins = parts[0][0] == tokenizer.begin
-                    ends = parts[-1][-1] == tokenizer.separator
-                    whole = np.concatenate(
-                        [*([] if begins else begin), *parts, *([] if ends else [separator])]
-                    )
-                    yield _Document(epoch, position, whole, text.intdigest())
+                    # A text that has these tokens already gets no second ones, as in a whole cache.
+                    if parts[0][0] != tokenizer.begin:
+                        parts = [*begin, *parts]
+                    if parts[-1][-1] != tokenizer.separator:
+                        parts.append(separator)
+                    yield _Document(epoch, position, np.concatenate(parts), text.intdigest())
                 parts = []
                 position = behind
                 text.reset()

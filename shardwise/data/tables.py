@@ -37,7 +37,7 @@ def rows_of_list(data: bytes, path: Path) -> Iterator[tuple[object, str]]:
     decoder = json.JSONDecoder()
     while True:
         at = _after_blanks(text, at)
-        if text[at : at + 1] == "]":
+        if text[at : at + 1] == "]":  # also behind a comma, which JSON does not allow
             break
         number += 1
         try:
@@ -67,6 +67,7 @@ def rows_of_csv(data: bytes, path: Path) -> Iterator[tuple[dict[str, object], st
     line = 1
     try:
         for row in reader:
+            # A row may have several lines: its own first one follows the last line of the row before.
             where = f"{path}:{line}"
             line = reader.line_num + 1
             if not row:

@@ -20,8 +20,9 @@ from shardwise.data.turns import REASONING, Turn
 
 T = TypeVar("T")
 
-QUESTION, ANSWER = "Xquestionx", "Xanswerx"
-"""Words of the chat that a template is tried with."""
+# Words of the chat that a template is tried with.
+QUESTION = "Xquestionx"
+ANSWER = "Xanswerx"
 
 _AS_JSON = re.compile(rf"({QUESTION}|{ANSWER})['\"]\s*}}")
 """A word as the last value of a printed object: the template has printed the parts instead of reading them."""
@@ -34,9 +35,9 @@ class TemplateForms:
         self.jinja = jinja
         self._arguments_as_text = False
         self._reads_text = self._writes(special, QUESTION, ANSWER)
-        self._reads_parts = self._writes(
-            special, *([{"type": "text", "text": w}] for w in (QUESTION, ANSWER))
-        )
+        parts_of_question = [{"type": "text", "text": QUESTION}]
+        parts_of_answer = [{"type": "text", "text": ANSWER}]
+        self._reads_parts = self._writes(special, parts_of_question, parts_of_answer)
 
     def _writes(self, special: Mapping[str, str], question: object, answer: object) -> bool:
         """Whether the template writes both turns of a chat, and not the JSON around them."""
@@ -57,6 +58,7 @@ class TemplateForms:
         except (TypeError, jinja2.TemplateError) as error:
             if not any(turn.calls for turn in turns):
                 raise
+            # The other form stays if it works: the next chat with calls is likely the same.
             self._arguments_as_text = not self._arguments_as_text
             try:
                 return render(self.messages(turns))
@@ -77,6 +79,7 @@ class TemplateForms:
         message: dict[str, object] = {"role": turn.role, "content": content, **turn.keys}
         reasoning = next((turn.keys[key] for key in REASONING if key in turn.keys), None)
         if reasoning is not None:
+            # Templates read one key or the other; a ``thinking`` of the turn itself stays.
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         if turn.calls:
             message["tool_calls"] = [self._call(call) for call in turn.calls]

@@ -63,7 +63,7 @@ class Stream:
     @property
     def sequences(self) -> int:
         """Number of whole sequences."""
-        return max(0, (int(self.offsets[-1]) - 1) // self.length)
+        return max(0, (int(self.offsets[-1]) - 1) // self.length)  # one token more is the last label
 
     def sequence(self, index: int) -> Tokens:
         """The `length` + 1 tokens of a sequence; a view if they are in one run.
@@ -104,9 +104,9 @@ class Stream:
         """
         positions = []
         for first, end in self.spans(index):
-            at = np.arange(first, end)
-            begun = starts[np.searchsorted(starts, at, side="right") - 1]
-            positions.append(at - np.maximum(begun, first))
+            tokens = np.arange(first, end)
+            begins = starts[np.searchsorted(starts, tokens, side="right") - 1]  # of each token's document
+            positions.append(tokens - np.maximum(begins, first))
         return np.concatenate(positions)
 
 
@@ -128,6 +128,7 @@ def split_text(
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     # The hash is uniform over 64 bits, so this share of the documents is below the bound.
     is_held_out = documents["hash"] < np.uint64(int(fraction * 2.0**64))
+    # Neighbours on one side are one run, since they are contiguous in the file.
     edges = np.flatnonzero(is_held_out[1:] != is_held_out[:-1]) + 1
     first = np.concatenate([[0], edges])
     last = np.concatenate([edges, [len(is_held_out)]]) - 1
@@ -147,7 +148,8 @@ def _split_at_the_end(tokens: Tokens, fraction: float, length: int) -> tuple[Str
     count = min(max(1, round(fraction * sequences)), max(0, sequences - 1))
     boundary = (sequences - count) * length
     end = boundary + 1 if count else len(tokens)
-    zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
+    zero = np.zeros(1, np.int64)
+    none = np.zeros(0, np.int64)
     train = Stream.of_runs(tokens, zero, zero + end, length)
     if not count:
         return train, Stream.of_runs(tokens, none, none, length)
@@ -182,6 +184,7 @@ class PlainText(TokenDataset):
         if self.starts is None:
             return {"input_ids": inputs, "labels": labels}
         positions = self.stream.positions(index, self.starts)
+        # A position of 0 is the first token of a document, which only another document would predict.
         labels = np.where(positions[1:] == 0, NOT_COUNTED, labels)
         return {"input_ids": inputs, "labels": labels, **document_fields(positions[:-1])}
 
@@ -199,18 +202,20 @@ class PlainText(TokenDataset):
         tokens = self.stream.sequence(index).tolist()
         if self.starts is None:
             causal = self.objective == "causal"
-            return [[(token, causal and at > 0) for at, token in enumerate(tokens)]]
+            return [[(token, causal and index > 0) for index, token in enumerate(tokens)]]
         documents: list[MaskedTokens] = []
-        for token, at in zip(tokens, self.stream.positions(index, self.starts).tolist(), strict=True):
-            if at == 0:
+        positions = self.stream.positions(index, self.starts).tolist()
+        for token, position in zip(tokens, positions, strict=True):
+            if position == 0:
                 documents.append([])
-            documents[-1].append((token, at > 0))
+            documents[-1].append((token, position > 0))
         return documents
 
 
 def open_text(opened: OpenedSource) -> Splits[PlainText]:
     """All of a source through the token cache. Raises DataError if it is shorter than one sequence."""
-    spec, tokenizer = opened.spec, opened.tokenizer
+    spec = opened.spec
+    tokenizer = opened.tokenizer
     require_maskable(opened)
     cache = open_cache(opened.source, tokenizer, opened.root, opened.verify)
     streams = split_text(cache.tokens, cache.documents(), spec.held_out, spec.sequence_length)
@@ -225,14 +230,16 @@ def open_text(opened: OpenedSource) -> Splits[PlainText]:
     train, held_out = (PlainText(stream, cache, tokenizer, starts, opened.kind) for stream in streams)
 
     def sentences() -> list[str]:
-        trained = (
-            "every token is trained on" if opened.kind == "causal" else "each step hides 15 % of its tokens"
-        )
-        packed = "packed: no document sees another, and its first token is not trained on"
+        if spec.packing:
+            form = "packed: no document sees another, and its first token is not trained on"
+        elif opened.kind == "causal":
+            form = "end to end: every token is trained on"
+        else:
+            form = "end to end: each step hides 15 % of its tokens"
         return [
             f"{spec.source}: plain text, {cache.header.documents:,} documents, {cache.header.tokens:,} tokens",
-            f"{len(train):,} sequences of {spec.sequence_length:,} tokens to train on and {len(held_out):,} held out, "
-            + (packed if spec.packing else f"end to end: {trained}"),
+            f"{len(train):,} sequences of {spec.sequence_length:,} tokens to train on and {len(held_out):,} held out,"
+            f" {form}",
         ]
 
     # The fingerprint leaves out the tokenizer: equal tokens are equal data.

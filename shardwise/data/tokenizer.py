@@ -199,7 +199,8 @@ class BackendTokenizer(Tokenizer):
         backend.no_truncation()
         backend.no_padding()
         self.name = name
-        self.separator, self.begin = separator, begin
+        self.separator = separator
+        self.begin = begin
         self.pad = backend.token_to_id(special["pad_token"]) if special and "pad_token" in special else None
         masks = (backend.token_to_id(token) for token in _MASKS)
         self.mask = next((token for token in masks if token is not None), None)
@@ -228,7 +229,7 @@ class BackendTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`. Raises DataError for a lone surrogate."""
-        if not text.isascii():
+        if not text.isascii():  # the Rust side would raise its own error for a lone surrogate
             _utf8(text)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
@@ -313,11 +314,11 @@ def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
         ) from None
     add_tokens_next_to(backend, path)
     first = begin_token(backend, path) if begin == "auto" else None
-    templates, special = templates_next_to(path), special_next_to(path)
+    templates = templates_next_to(path)
+    special = special_next_to(path)
     ends = ends_of_model(path.parent)
-    return BackendTokenizer(
-        name, backend, _separator(backend, path, special.get("eos_token")), templates, special, first, ends
-    )
+    separator = _separator(backend, path, special.get("eos_token"))
+    return BackendTokenizer(name, backend, separator, templates, special, first, ends)
 
 
 def _separator(backend: tokenizers.Tokenizer, path: Path, named: str | None) -> int:
@@ -373,7 +374,8 @@ def _ends_through_transformers(source: str) -> Sequence[int]:
 
     with suppress(OSError, ValueError):
         ends = GenerationConfig.from_pretrained(source).eos_token_id
-        return ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if ends is not None:
+            return ends if isinstance(ends, list) else [ends]
     return ()
 
 

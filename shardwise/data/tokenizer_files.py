@@ -63,13 +63,10 @@ def special_next_to(path: Path) -> dict[str, str]:
     """
     settings = settings_next_to(path)
     extra = settings.get("extra_special_tokens")
-    named = {
-        **_object_in(path.parent / "special_tokens_map.json"),
-        **(extra if isinstance(extra, dict) else {}),
-    }
-    contents = {
-        key: _content_of(value) for key, value in {**named, **settings}.items() if key.endswith("_token")
-    }
+    named = _object_in(path.parent / "special_tokens_map.json")
+    named |= extra if isinstance(extra, dict) else {}
+    named |= settings  # the settings of the tokenizer count most
+    contents = {key: _content_of(value) for key, value in named.items() if key.endswith("_token")}
     return {key: value for key, value in contents.items() if value}
 
 
@@ -161,10 +158,13 @@ def begin_token(backend: tokenizers.Tokenizer, path: Path) -> int | None:
 
 def added_before(backend: tokenizers.Tokenizer) -> int | None:
     """The one token that a tokenizer's post-processor puts before a text, or None."""
-    with_special, plain = (list(backend.encode("a", add_special_tokens=added).ids) for added in (True, False))
-    return (
-        with_special[0] if plain and with_special[1 : 1 + len(plain)] == plain != with_special[:1] else None
-    )
+    with_special = list(backend.encode("a", add_special_tokens=True).ids)
+    plain = list(backend.encode("a", add_special_tokens=False).ids)
+    follows = with_special[1 : 1 + len(plain)] == plain
+    # The second check: a token that is added behind the text may be equal to a text of one token.
+    if plain and follows and with_special[:1] != plain:
+        return with_special[0]
+    return None
 
 
 # -- the tokens after which an answer is over

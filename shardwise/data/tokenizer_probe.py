@@ -40,12 +40,12 @@ def tokenizer_differences(tokenizer: Tokenizer, source: str) -> Iterator[str]:
     except Exception:  # transformers is not installed, or the folder lacks files that only it needs
         return
     for probe in PROBES:
-        ours = tokenizer.encode(probe)
-        theirs = list(other.encode(probe, add_special_tokens=False))
-        if ours != theirs:
-            said = shorten(one_line(repr(probe)), 40)
+        here = tokenizer.encode(probe)
+        there = list(other.encode(probe, add_special_tokens=False))
+        if here != there:
+            text = shorten(one_line(repr(probe)), 40)
             yield (
-                f"AutoTokenizer reads {source} differently: {said} is {len(ours)} tokens here and {len(theirs)} there"
+                f"AutoTokenizer reads {source} differently: {text} is {len(here)} tokens here and {len(there)} there"
                 f" ({type(other).__name__}); correct tokenizer_class in its tokenizer_config.json, or models trained"
                 " here answer differently in transformers"
             )

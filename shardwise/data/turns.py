@@ -153,6 +153,7 @@ def _calls(value: object, path: str, where: str) -> tuple[Mapping[str, Any], ...
         return ()
     fix = 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}, ...]'
     calls: list[Mapping[str, Any]] = []
+    # ``function_call`` of OpenAI's API before tools is one call, and the function alone.
     for item in value if isinstance(value, list) else [value]:
         call: Mapping[str, Any] = item if isinstance(item, dict) else {}
         wrapped = call if "function" in call else {"function": call}
@@ -198,9 +199,12 @@ def require_order(turns: Sequence[Turn], name: str, where: str) -> None:
     before = Turn("", "")
     for number, turn in enumerate(turns):
         expected = "tool" if before.calls else _AFTER[before.role]
-        opening = ("system", "developer")
-        free = turn.role in opening if number == 0 else turn.role == before.role == "tool"
-        free = free or (number == 1 and before.role == "system" and turn.role == "developer")
+        if number == 0:
+            free = turn.role in ("system", "developer")
+        else:
+            both_system = number == 1 and before.role == "system" and turn.role == "developer"
+            several_tools = turn.role == before.role == "tool"  # one call each
+            free = both_system or several_tools
         before = turn
         if turn.role != expected and not free:
             raise DataError(

@@ -79,8 +79,10 @@ class Unpaired(CachedDocuments):
         return {"starts": starts, f"{MISMATCHED}starts": starts, "present": 0, "desirable": 0}
 
     def sample(self, index: int) -> Sample:
-        records, inputs = self.members(index), self.inputs_in(index)
+        records = self.members(index)
+        inputs = self.inputs_in(index)
         counted = np.zeros(self.length, np.int64)
+        # Where each record begins in the row, and in it the input that predicts its first target.
         counted[np.cumsum(inputs) - inputs + self.firsts[records] - 1] = 1
         mismatched = self._row([self.mismatched(record) for record in records])
         return {
@@ -108,7 +110,8 @@ class Unpaired(CachedDocuments):
     def mismatched(self, record: int) -> Document:
         """The prompt of a record with the completion of another one, cut to a row."""
         other = int(self.others[record])
-        start, border = int(self.starts[record]), int(self.starts[other] + self.borders[other])
+        start = int(self.starts[record])
+        border = int(self.starts[other] + self.borders[other])
         prompt = self.cache.document(start, start + int(self.borders[record]))
         completion = self.cache.document(border, int(self.ends[other]))
         tokens, trained = (
@@ -152,11 +155,13 @@ def divide_unpaired(
     cache: TokenCache, encoder: Encoder, spec: DataSpec
 ) -> tuple[Unpaired, Unpaired, LeftOut]:
     """(training records, held-out records, counts of those left out) of a cache of preferences."""
-    length, step = spec.sequence_length, encoder.documents
+    length = spec.sequence_length
+    step = encoder.documents  # records of one record of the source: two of a pair
     rows, starts, hashes = rows_of_records(cache, step)
     desirable = rows["value"].astype(np.int64) if step == 1 else np.tile([1, 0], (len(rows), 1))
     whole = rows["end"].astype(np.int64) - starts - 1  # inputs of each document
-    room, firsts = np.minimum(whole, length), rows["first"].astype(np.int64)
+    room = np.minimum(whole, length)
+    firsts = rows["first"].astype(np.int64)
     borders = np.where(cache.trained[starts], 0, firsts)  # without a prompt, the first token is no target
     cut = room < whole
     if spec.too_long == "drop":
@@ -175,7 +180,8 @@ def divide_unpaired(
             mismatched = border + (inputs - border)[others]
             order, offsets = best_fit(np.maximum(inputs, np.minimum(mismatched, length)), length)
         else:
-            order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
+            order = np.arange(len(first))
+            offsets = np.arange(len(first) + 1)
         trained, label, shortened = (values[fits][mask].ravel() for values in (firsts, desirable, cut))
         return Unpaired(
             cache, encoder, first, first + inputs + 1, shortened, order, offsets, length, spec.packing, trained,
@@ -201,7 +207,8 @@ def with_other_prompts(
         return cache.document(int(starts[record]), int(starts[record] + borders[record]))[0]
 
     count = len(starts)
-    records = np.arange(len(starts))
+    records = np.arange(count)
+    # Whether a record begins a group of one prompt. Only prompts of equal length need a look at their tokens.
     begins = records % known == 0
     same_length = begins[known:] & (borders[known:] == borders[:-known])
     for record in (np.flatnonzero(same_length) + known).tolist():
@@ -210,13 +217,14 @@ def with_other_prompts(
     if len(firsts) < 2:
         cache.release()
         return (records + known) % max(1, count), count > 0
-    around = np.array_equal(prompt(firsts[0]), prompt(firsts[-1]))
+    first_again = np.array_equal(prompt(firsts[0]), prompt(firsts[-1]))
     cache.release()
-    own = np.cumsum(begins) - 1
+    group_of = np.cumsum(begins) - 1
     sizes = np.diff(firsts, append=count)
-    following = (own + 1) % len(firsts)
-    following[own == len(firsts) - 1] = int(around)
-    others: TokenIds = firsts[following] + (records - firsts[own]) % sizes[following]
+    following = (group_of + 1) % len(firsts)
+    # The last group takes the first one, or the second if the first has its prompt.
+    following[group_of == len(firsts) - 1] = int(first_again)
+    others: TokenIds = firsts[following] + (records - firsts[group_of]) % sizes[following]
     return others, False
 
 
